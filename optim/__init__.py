@@ -1,0 +1,1 @@
+"""The algorithms: ordinary torch optimizers that know a Collective, never the network."""

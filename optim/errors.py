@@ -1,0 +1,18 @@
+"""Errors that a synchronisation raises; the whole tree is drawn in swarmkit/errors.py."""
+
+
+class SwarmError(Exception):
+    """Something outside this process went wrong; training may go on."""
+
+
+class RoundFailed(SwarmError):
+    """A round closed without a result for this peer; nothing of it was applied.
+
+    `missed` is True when the round closed for others without this peer, which therefore no longer holds the anchor
+    that the others hold and has to fetch the state before it contributes again.
+    """
+
+    def __init__(self, reason: str, *, missed: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.missed = missed

@@ -1,0 +1,1 @@
+"""The network: discovery, rounds and state transfer on top of hivemind."""

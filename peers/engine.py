@@ -1,0 +1,81 @@
+"""The one place that imports hivemind: its DHT node and P2P, set up so that nothing outlives this process."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+# Before the import: with torch's default "file_system" strategy hivemind leaves a manager process and /dev/shm files.
+os.environ.setdefault("HIVEMIND_MEMORY_SHARING_STRATEGY", "file_descriptor")
+
+from hivemind.dht.node import DHTNode  # noqa: E402
+from hivemind.p2p import P2P, PeerID, ServicerBase  # noqa: E402
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError  # noqa: E402
+from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
+from hivemind.utils.timed_storage import get_dht_time  # noqa: E402
+
+from .errors import JoinFailed  # noqa: E402
+from .hygiene import children_die_with_us  # noqa: E402
+from .settings import NetworkSettings  # noqa: E402
+
+__all__ = [
+    "P2P",
+    "DHTNode",
+    "Multiaddr",
+    "P2PDaemonError",
+    "P2PHandlerError",
+    "PeerID",
+    "ServicerBase",
+    "get_dht_time",
+    "start_dht",
+    "start_p2p",
+]
+
+
+async def start_p2p(initial_peers: Sequence[str], settings: NetworkSettings, socket_folder: Path) -> P2P:
+    """Start p2pd as a child that dies with this process and connect it to `initial_peers`.
+
+    Raises JoinFailed naming the addresses when no bootstrap peer answers or p2pd cannot start.
+    """
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{socket_folder}/"
+    public = settings.host not in ("127.0.0.1", "localhost", "::1")
+    protocol = "ip6" if ":" in settings.host else "ip4"
+    host = "127.0.0.1" if settings.host == "localhost" else settings.host
+    try:
+        with children_die_with_us():
+            return await P2P.create(
+                initial_peers=list(initial_peers) or None,
+                host_maddrs=[f"/{protocol}/{host}/tcp/{settings.port}"],
+                announce_maddrs=settings.announce or None,
+                identity_path=settings.identity,
+                startup_timeout=settings.startup_timeout_s,
+                nat_port_map=public and settings.relay,
+                auto_nat=public and settings.relay,
+                use_relay=settings.relay,
+                use_auto_relay=settings.relay,
+                # The daemon must not give up a peer whose trainer is busy importing for half a minute.
+                idle_timeout=600,
+            )
+    except (P2PDaemonError, OSError, ValueError) as error:
+        raise JoinFailed(_explain(initial_peers, error)) from error
+
+
+def _explain(initial_peers: Sequence[str], error: Exception) -> str:
+    if "bootstrap" in str(error) and initial_peers:
+        addresses = ", ".join(initial_peers)
+        return (
+            f"no bootstrap peer answers at {addresses} ({error}); check that the run is up, that the port is open, "
+            "and that the line was copied whole: a restarted peer has a new /p2p/ id"
+        )
+    return f"p2pd did not start: {error}"
+
+
+async def start_dht(p2p: P2P, initial_peers: Sequence[str]) -> DHTNode:
+    """Start a DHT node on a running P2P, in the running loop.
+
+    hivemind's own DHT class runs it in a forked process behind a control pipe that dies of messages over 16 KB; in the
+    loop that the rounds use anyway, that trap, a process and 194 MB are gone.
+    """
+    try:
+        return await DHTNode.create(p2p=p2p, initial_peers=list(initial_peers) or None)
+    except (RuntimeError, P2PDaemonError, ValueError) as error:
+        raise JoinFailed(_explain(initial_peers, error)) from error

@@ -1,0 +1,52 @@
+"""Keeps hivemind's helper processes, sockets and shared memory from outliving the process that owns them."""
+
+import asyncio
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PREFIX = "swarmkit-"
+_PR_SET_PDEATHSIG = 1
+# Loaded before any fork: a child between fork and exec must not import or open anything.
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere a no-op)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def children_die_with_us() -> Iterator[None]:
+    """Give every asyncio subprocess started meanwhile a parent-death signal: P2P.create has no hook for it."""
+    original = asyncio.subprocess.create_subprocess_exec
+    asyncio.subprocess.create_subprocess_exec = functools.partial(  # type: ignore[assignment]
+        original, preexec_fn=die_with_parent
+    )
+    try:
+        yield
+    finally:
+        asyncio.subprocess.create_subprocess_exec = original
+
+
+def make_socket_folder() -> Path:
+    """Make a folder for unix sockets and remove those that dead processes left.
+
+    The path is short because a unix socket's name may have no more than 107 bytes.
+    """
+    root = Path(tempfile.gettempdir())
+    if len(str(root)) > 50:
+        root = Path("/tmp")
+    for folder in root.glob(f"{PREFIX}[0-9]*-*"):
+        pid = folder.name.removeprefix(PREFIX).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))

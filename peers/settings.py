@@ -1,0 +1,46 @@
+"""Every setting of the network layer, with its default and unit."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Transport(Enum):
+    """What carries bulk tensors between two peers."""
+
+    auto = "auto"  # gRPC where the peer can be reached directly, libp2p otherwise
+    grpc = "grpc"
+    libp2p = "libp2p"
+
+
+@dataclass(kw_only=True, slots=True)
+class NetworkSettings:
+    """How a node listens, how long it waits and how much it accepts."""
+
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 for all interfaces
+    port: int = 0  # libp2p's TCP port; 0 picks a free one
+    bulk_port: int = 0  # gRPC's TCP port for bulk tensors; 0 picks a free one
+    announce: list[str] = field(default_factory=list)  # multiaddrs to announce instead of those that libp2p sees
+    identity: str | None = None  # private key file, made when missing; None: a new identity for each process
+    transport: Transport = Transport.auto
+    round_timeout_s: float = 30.0  # bounds a round from a member's call to its result
+    heartbeat_s: float = 2.0  # between two heartbeats; a record expires after five
+    silence_s: float = 5.0  # a member that answers no ping for this long is taken for dead
+    stall_s: float = 5.0  # a bulk stream without a byte for this long is broken
+    startup_timeout_s: float = 30.0  # for p2pd to start and reach a bootstrap peer
+    chunk_bytes: int = 1 << 19  # size of one message of a bulk stream
+    max_state_bytes: int = 8 << 30  # the largest state that is accepted from a peer
+    max_round_bytes: int = 8 << 30  # the largest payload that is accepted from a member
+    relay: bool = False  # look for libp2p relays, for peers behind NAT
+    socket_folder: str | None = None  # for p2pd's unix sockets; None: a temporary one, removed at exit
+
+    def __post_init__(self) -> None:
+        for name in ("round_timeout_s", "heartbeat_s", "silence_s", "stall_s", "startup_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of seconds")
+        if self.silence_s >= self.round_timeout_s:
+            raise ValueError(
+                f"silence_s={self.silence_s}: must be below round_timeout_s={self.round_timeout_s}, "
+                "or a dead member could only be noticed after the round has failed"
+            )
+        if not 1 << 12 <= self.chunk_bytes <= 3 << 20:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes}: must lie between 4 KiB and 3 MiB (gRPC's message limit)")

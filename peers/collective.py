@@ -1,0 +1,295 @@
+"""SwarmCollective: rounds among peers that find each other on a hivemind DHT, come, go and die."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from typing import Literal
+
+from torch import Tensor
+
+from swarmkit.optim.collective import Gathered, Reduced, RoundKey
+from swarmkit.optim.errors import RoundFailed
+
+from .coordinator import Coordinator, Decision
+from .errors import PeerUnreachable, ProtocolError
+from .exchange import Agreement, Blame, Gathering, Reduction
+from .layout import Schema
+from .loop import NetworkThread
+from .reduction import check_payload, check_reducible
+from .roster import Roster
+from .rpc import Rpc
+from .settings import NetworkSettings
+from .transport import Bulk, Traffic
+from .wire import Message, field
+
+Operation = Literal["reduce", "gather"]
+# A coordinator answers within the round's timeout; what its answer may take on the way.
+GRACE_S = 3.0
+
+
+class SwarmCollective:
+    """The Collective of a node; see `Node.collective`.
+
+    Protocol of a round: every member calls `meet` at the coordinator, the active peer that joined first, and hears who
+    is in. Members exchange data among themselves into fresh buffers, `report`, and hear `commit`, a new attempt without
+    those who died, or `failed`. When the coordinator dies, the next peer in join order asks the others how the
+    round ended before it opens it again, so that nobody commits what another has not.
+    """
+
+    def __init__(
+        self,
+        thread: NetworkThread,
+        rpc: Rpc,
+        bulk: Bulk,
+        roster: Roster,
+        coordinator: Coordinator,
+        settings: NetworkSettings,
+        round_timeout: float | None = None,
+    ) -> None:
+        self.peer_id = rpc.peer_id
+        self._thread = thread
+        self._rpc = rpc
+        self._bulk = bulk
+        self._roster = roster
+        self._coordinator = coordinator
+        self._settings = settings
+        self._timeout = settings.round_timeout_s if round_timeout is None else round_timeout
+        self._attempts: dict[str, asyncio.Future[Reduction | Gathering]] = {}
+        self._running: dict[str, asyncio.Task[object]] = {}  # attempt -> the exchange, for `abort`
+        self._rounds: set[Future[Reduced] | Future[Gathered]] = set()
+        self._closed = False
+        rpc.handle("abort", self._on_abort)
+        bulk.handle("reduce", self._serve)
+        bulk.handle("gather", self._serve)
+
+    # -- the Collective protocol -------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
+        """See Collective.all_reduce."""
+        check_reducible(tensors, weight)
+        return self._track(self._thread.submit(self._all_reduce(list(tensors), round, float(weight))))
+
+    def all_gather(self, payload: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Gathered]:
+        """See Collective.all_gather."""
+        check_payload(payload, weight)
+        return self._track(self._thread.submit(self._all_gather(list(payload), round, float(weight))))
+
+    def close(self) -> None:
+        """Leave; rounds in flight end in RoundFailed."""
+        self._closed = True
+        for future in list(self._rounds):
+            future.cancel()
+
+    def _track(self, future):  # type: ignore[no-untyped-def]
+        self._rounds.add(future)
+        future.add_done_callback(self._rounds.discard)
+        return future
+
+    # -- one round -----------------------------------------------------------------------------------------------------
+
+    async def _all_reduce(self, tensors: list[Tensor], key: RoundKey, weight: float) -> Reduced:
+        member = _Member(self, "reduce", tensors, key, weight)
+        result, decision = await member.take_part()
+        return Reduced(tensors=result, **member.stats(decision))
+
+    async def _all_gather(self, payload: list[Tensor], key: RoundKey, weight: float) -> Gathered:
+        member = _Member(self, "gather", payload, key, weight)
+        result, decision = await member.take_part()
+        return Gathered(payloads=result, **member.stats(decision))
+
+    async def _serve(self, sender: str, header: Message, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        attempt = field(header, "attempt", str, lambda text: len(text) <= 64)
+        exchange = await asyncio.wait_for(asyncio.shield(self._slot(attempt)), self._settings.stall_s)
+        async for chunk in exchange.serve(sender, incoming):
+            yield chunk
+
+    def _slot(self, attempt: str) -> "asyncio.Future[Reduction | Gathering]":
+        """Where an attempt's exchange will be: streams of faster members come before we have begun."""
+        if attempt not in self._attempts:
+            while len(self._attempts) >= 64:
+                self._attempts.pop(next(iter(self._attempts)))
+            self._attempts[attempt] = asyncio.get_running_loop().create_future()
+        return self._attempts[attempt]
+
+    async def _on_abort(self, caller: str, message: Message) -> Message:
+        task = self._running.get(field(message, "attempt", str))
+        if task is not None:
+            task.cancel()
+        return {}
+
+
+class _Member:
+    """This peer's part in one round."""
+
+    def __init__(
+        self, owner: SwarmCollective, operation: Operation, tensors: list[Tensor], key: RoundKey, weight: float
+    ) -> None:
+        self._c = owner
+        self._operation = operation
+        self._tensors = tensors
+        self._key = key
+        self._weight = weight
+        self._started = time.monotonic()
+        self._deadline = self._started + owner._timeout + GRACE_S
+        self._begun = self._started
+        self._traffic = Traffic()
+        self._attempt = ""  # the attempt whose complete result we hold
+        self._result: list = []  # type: ignore[type-arg]
+
+    def stats(self, decision: Decision) -> dict[str, object]:
+        """What a result tells about its round."""
+        return {
+            "members": decision.members,
+            "weights": decision.weights,
+            "bytes_sent": self._traffic.sent,
+            "bytes_received": self._traffic.received,
+            "seconds": time.monotonic() - self._started,
+            "waited": self._begun - self._started,
+        }
+
+    async def take_part(self) -> tuple[list, Decision]:  # type: ignore[type-arg]
+        """Meet, exchange, report, until the round is decided; raises RoundFailed."""
+        if self._c._closed:
+            raise RoundFailed("the collective is closed")
+        try:
+            answer = await self._meet()
+            while field(answer, "outcome", str) == "begin":
+                answer = await self._attempt_once(answer)
+            return self._conclude(answer)
+        except asyncio.CancelledError:
+            if self._c._closed:
+                raise RoundFailed("the collective was closed") from None
+            raise
+        except ProtocolError as error:
+            raise RoundFailed(str(error)) from error
+        finally:
+            self._c._coordinator.note(self._key, None)
+
+    async def _meet(self) -> Message:
+        """Come to the round at whoever coordinates it, following redirects and replacing the dead."""
+        message: Message = {
+            "round": self._key.name,
+            "index": self._key.index,
+            "operation": self._operation,
+            "weight": self._weight,
+            "schema": Schema.of(self._tensors).to_message(),
+            "timeout": self._c._timeout,
+            "joined_at": self._c._roster.mine.joined_at,
+        }
+        target = self._c._roster.coordinator()
+        while self._left() > 0:
+            self._coordinator = target
+            answer = await self._ask("meet", message)
+            if answer is None:
+                target = self._c._roster.coordinator()
+            elif answer.get("outcome") == "redirect":
+                target = field(answer, "to", str)
+                if target == self._coordinator:
+                    await asyncio.sleep(0.1)
+            else:
+                return answer
+        raise RoundFailed(f"no coordinator answered within {self._c._timeout} s", missed=bool(self._attempt))
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    async def _ask(self, method: str, message: Message) -> Message | None:
+        """Call the coordinator and watch that it lives; None when it does not."""
+        call = asyncio.ensure_future(
+            self._c._rpc.call(self._coordinator, method, message, timeout=max(0.1, self._left()))
+        )
+        try:
+            while not call.done():
+                await asyncio.wait([call], timeout=1.0)
+                if not call.done() and not await self._c._roster.is_alive(self._coordinator):
+                    break
+            if call.done():
+                return call.result()
+        except PeerUnreachable:
+            pass
+        finally:
+            call.cancel()
+        self._c._roster.suspect(self._coordinator)
+        return None
+
+    async def _attempt_once(self, begin: Message) -> Message:
+        """Exchange data once and report; returns the coordinator's answer."""
+        agreement = self._read_agreement(begin)
+        if agreement.attempt and not self._attempt:
+            self._begun = time.monotonic()
+        self._attempt = ""
+        report: Message = {
+            "round": self._key.name,
+            "index": self._key.index,
+            "attempt": agreement.attempt,
+            "ok": True,
+            "blame": "",
+            "reason": "",
+        }
+        try:
+            self._result = await self._exchange(agreement)
+            self._attempt = agreement.attempt
+        except Blame as blame:
+            report |= {"ok": False, "blame": blame.peer_id or "", "reason": blame.reason[:400]}
+        if self._coordinator != self._c.peer_id:
+            self._c._coordinator.note(self._key, "pending")
+        answer = await self._ask("report", report)
+        if answer is None:
+            # The coordinator died. What we hold counts only if somebody heard it commit.
+            self._c._coordinator.note(self._key, "abandoned")
+            answer = await self._meet()
+        return answer
+
+    async def _exchange(self, agreement: Agreement) -> list:  # type: ignore[type-arg]
+        kind = Reduction if self._operation == "reduce" else Gathering
+        exchange = kind(agreement, self._c.peer_id, self._tensors, self._traffic, self._c._settings.chunk_bytes)
+        slot = self._c._slot(agreement.attempt)
+        if not slot.done():
+            slot.set_result(exchange)
+        task = asyncio.ensure_future(exchange.run(self._c._bulk))
+        self._c._running[agreement.attempt] = task
+        try:
+            done, _ = await asyncio.wait([task], timeout=self._left())
+            if not done:
+                raise Blame(None, "the exchange outlasted the round")
+            if task.cancelled():
+                raise Blame(None, "the coordinator aborted the attempt")
+            return task.result()
+        finally:
+            task.cancel()
+            self._c._running.pop(agreement.attempt, None)
+
+    def _read_agreement(self, begin: Message) -> Agreement:
+        members = field(begin, "members", list)
+        weights = [float(weight) for weight in field(begin, "weights", list) if isinstance(weight, int | float)]
+        if not all(isinstance(peer, str) for peer in members) or len(weights) != len(members):
+            raise ProtocolError("members and weights do not match")
+        if self._c.peer_id not in members or len(set(members)) != len(members):
+            raise ProtocolError("the list of members is not one that we can be in")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise ProtocolError("weights must be finite and not negative")
+        limit = self._c._settings.max_round_bytes
+        schemas = [
+            Schema.from_message({"schema": entry}, max_bytes=limit) for entry in field(begin, "schemas", list)
+        ]
+        if self._operation == "gather" and (
+            len(schemas) != len(members) or schemas[members.index(self._c.peer_id)] != Schema.of(self._tensors)
+        ):
+            raise ProtocolError("the list of payloads does not match the members")
+        attempt = field(begin, "attempt", str, lambda text: 0 < len(text) <= 64)
+        return Agreement(attempt, tuple(members), tuple(weights), tuple(schemas))
+
+    def _conclude(self, answer: Message) -> tuple[list, Decision]:  # type: ignore[type-arg]
+        if field(answer, "outcome", str) != "commit":
+            reason = field(answer, "reason", str)[:500]
+            raise RoundFailed(f"round {self._key}: {reason}", missed=field(answer, "missed", bool))
+        attempt = field(answer, "attempt", str)
+        members = tuple(str(member) for member in field(answer, "members", list))
+        weights = tuple(float(weight) for weight in field(answer, "weights", list))
+        if attempt != self._attempt:
+            raise RoundFailed(f"round {self._key} was committed with a result that this peer lost", missed=True)
+        decision = Decision(attempt, members, weights)
+        self._c._coordinator.remember(self._key, decision)
+        return self._result, decision

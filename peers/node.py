@@ -1,0 +1,265 @@
+"""Node: one peer's place in a run, from finding the others to leaving them."""
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from .collective import SwarmCollective
+from .coordinator import Coordinator
+from .engine import get_dht_time, start_dht, start_p2p
+from .errors import JoinFailed, PeerUnreachable, ProtocolError
+from .hygiene import make_socket_folder
+from .loop import NetworkThread
+from .roster import PeerRecord, Roster
+from .rpc import Rpc
+from .settings import NetworkSettings
+from .state import Progress, Provider, Snapshot, StateServer, fetch_state
+from .transport import Bulk
+from .wire import Message, field
+
+CONFIG_LIFETIME_S = 3600.0
+MAX_CONFIG_BYTES = 256 << 10
+_BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - {"peer_id", "joined_at", "updated_at"}
+
+
+class Node:
+    """A peer in a run: DHT, control calls, bulk streams, roster, rounds and state transfer.
+
+    Everything of the network runs in one background thread of this process, plus hivemind's p2pd as a child that dies
+    with it. All methods are called from other threads and return when done, bounded in time.
+    """
+
+    def __init__(self, run: str, settings: NetworkSettings, role: str) -> None:
+        self.run = run
+        self.settings = settings
+        self._role = role
+        self._thread = NetworkThread()
+        self._owns_sockets = settings.socket_folder is None
+        self._sockets = make_socket_folder() if settings.socket_folder is None else Path(settings.socket_folder)
+        self._config: str | None = None
+        self._collectives: list[SwarmCollective] = []
+        self._closed = threading.Lock()
+
+    @classmethod
+    def start(
+        cls,
+        run: str,
+        *,
+        initial_peers: Sequence[str] = (),
+        settings: NetworkSettings | None = None,
+        role: str = "replica",
+    ) -> "Node":
+        """Start a peer and find the others; raises JoinFailed naming the cause, and leaves nothing behind then."""
+        if not run or "." in run or len(run) > 100:
+            raise ValueError(f"run name {run!r}: must have 1 to 100 characters and no dot (hivemind's key separator)")
+        node = cls(run, settings or NetworkSettings(), role)
+        try:
+            node._thread.run(node._start(initial_peers), timeout=node.settings.startup_timeout_s + 15)
+        except TimeoutError as error:
+            node.close()
+            raise JoinFailed(f"the node did not start within {node.settings.startup_timeout_s} s") from error
+        except BaseException:
+            node.close()
+            raise
+        return node
+
+    async def _start(self, initial_peers: Sequence[str]) -> None:
+        self._p2p = await start_p2p(initial_peers, self.settings, self._sockets)
+        self._dht = await start_dht(self._p2p, initial_peers)
+        self.peer_id: str = self._p2p.peer_id.to_base58()
+        self._rpc = Rpc(self._p2p, self.run)
+        self._bulk = Bulk(self._p2p, self._rpc, self.run, self.settings)
+        mine = PeerRecord(peer_id=self.peer_id, role=self._role, joined_at=get_dht_time())
+        self._roster = Roster(self._dht, self._rpc, self.run, self.settings, mine)
+        self._coordinator = Coordinator(self._roster, self._rpc, self.settings)
+        self._state = StateServer(self._rpc, self._bulk, self.settings)
+        self._rpc.handle("config", self._on_config)
+        await self._rpc.serve()
+        await self._bulk.serve()
+        self.addresses = _routable_first([str(address) for address in await self._p2p.get_visible_maddrs(latest=True)])
+        await self._roster.beat()
+        await self._roster.refresh()
+        self._beating = asyncio.ensure_future(self._roster.run())
+
+    # -- the peer table ------------------------------------------------------------------------------------------------
+
+    def heartbeat(self, **values: object) -> None:
+        """Change what the next heartbeat says; unknown fields raise TypeError."""
+        unknown = set(values) - _BEAT_FIELDS
+        if unknown:
+            raise TypeError(f"unknown heartbeat fields {sorted(unknown)}; known: {sorted(_BEAT_FIELDS)}")
+        self._thread.loop.call_soon_threadsafe(self._set_record, values)
+
+    def _set_record(self, values: dict[str, object]) -> None:
+        self._roster.mine = replace(self._roster.mine, **values)  # type: ignore[arg-type]
+
+    def announce(self, state: str) -> None:
+        """Change this peer's state and tell the others at once."""
+        self._thread.run(self._roster.announce(state), timeout=10)
+
+    def table(self) -> list[PeerRecord]:
+        """Every known peer in join order, this one included."""
+        return self._roster.table()
+
+    def refresh(self) -> list[PeerRecord]:
+        """Read the DHT now and return the table."""
+        self._thread.run(self._roster.refresh(), timeout=self.settings.startup_timeout_s)
+        return self.table()
+
+    def wait_for_peers(self, count: int, *, timeout: float) -> bool:
+        """Wait until `count` active replicas are known, this one included; False when the time is up."""
+        return self._thread.run(self._wait_for_peers(count, timeout), timeout=timeout + 10)
+
+    async def _wait_for_peers(self, count: int, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while len(self._roster.active()) < count:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._roster.changed.clear()
+            await self._roster.refresh()
+            if len(self._roster.active()) >= count:
+                return True
+            try:
+                await asyncio.wait_for(self._roster.changed.wait(), min(left, self.settings.heartbeat_s / 4))
+            except TimeoutError:
+                continue
+        return True
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def collective(self, *, round_timeout: float | None = None, joining: bool = False) -> SwarmCollective:
+        """Take part in rounds; one collective serves a process.
+
+        From here on the others wait for this peer, unless it is `joining`: then call `announce("training")` when it
+        holds the swarm's state.
+        """
+        if not joining:
+            self.announce("training")
+        collective = SwarmCollective(
+            self._thread, self._rpc, self._bulk, self._roster, self._coordinator, self.settings, round_timeout
+        )
+        self._collectives.append(collective)
+        return collective
+
+    # -- the run's configuration -----------------------------------------------------------------------------------------
+
+    def publish_config(self, config: str) -> None:
+        """Offer the run's configuration (JSON text) to joiners, on the DHT and by direct call."""
+        if len(config.encode()) > MAX_CONFIG_BYTES:
+            raise ValueError(f"configuration of {len(config)} characters: the limit is {MAX_CONFIG_BYTES} bytes")
+        json.loads(config)
+        self._config = config
+        self._thread.run(self._store_config(), timeout=30)
+
+    async def _store_config(self) -> None:
+        expires = get_dht_time() + CONFIG_LIFETIME_S
+        await self._dht.store(f"{self.run}.config", self._config, expires)
+
+    def fetch_config(self) -> str:
+        """Get the run's configuration; raises JoinFailed when nobody offers one."""
+        return self._thread.run(self._fetch_config(), timeout=60)
+
+    async def _fetch_config(self) -> str:
+        found = await self._dht.get(f"{self.run}.config", latest=True)
+        if found is not None and isinstance(found.value, str) and len(found.value) <= MAX_CONFIG_BYTES:
+            return found.value
+        for peer in self._roster.active():
+            if peer == self.peer_id:
+                continue
+            try:
+                answer = await self._rpc.call(peer, "config", {}, timeout=10)
+                return field(answer, "config", str, lambda text: len(text) <= MAX_CONFIG_BYTES)
+            except (PeerUnreachable, ProtocolError):
+                continue
+        raise JoinFailed(f"nobody offers a configuration for run {self.run!r}: is the name right and the run up?")
+
+    async def _on_config(self, caller: str, message: Message) -> Message:
+        if self._config is None:
+            raise ProtocolError("this peer has no configuration to offer")
+        return {"config": self._config}
+
+    # -- state transfer ----------------------------------------------------------------------------------------------------
+
+    def serve_state(self, provider: Provider) -> None:
+        """Serve snapshots to joiners; `provider` is called in a worker thread."""
+        self._thread.loop.call_soon_threadsafe(self._state.serve, provider)
+
+    def fetch_state(self, progress: Progress | None = None, *, timeout: float = 3600.0) -> Snapshot:
+        """Have the swarm's rounds wait for this peer, and download the state; raises JoinFailed.
+
+        Call `observe_round` of the strategy next: the rounds wait for that, at most for the round's timeout.
+        """
+        try:
+            return self._thread.run(self._fetch_state(progress), timeout=timeout)
+        except TimeoutError as error:
+            raise JoinFailed(f"the state did not arrive within {timeout} s") from error
+
+    async def _fetch_state(self, progress: Progress | None) -> Snapshot:
+        await self._roster.refresh()
+        await self._hold()
+        return await fetch_state(self._rpc, self._bulk, self._roster, self.settings, progress)
+
+    async def _hold(self) -> None:
+        target = next((peer for peer in self._roster.active() if peer != self.peer_id), None)
+        for _ in range(5):
+            if target is None:
+                return
+            try:
+                answer = await self._rpc.call(target, "hold", {}, timeout=10)
+            except (PeerUnreachable, ProtocolError):
+                self._roster.suspect(target)
+                target = next((peer for peer in self._roster.active() if peer != self.peer_id), None)
+                continue
+            if answer.get("outcome") == "held":
+                return
+            target = field(answer, "to", str)
+
+    # -- traffic and leaving -------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bulk payload bytes sent since the start."""
+        return self._bulk.total.sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Bulk payload bytes received since the start."""
+        return self._bulk.total.received
+
+    def close(self, *, state: str = "gone") -> None:
+        """Tell the others, stop everything, remove sockets; safe to call twice."""
+        if not self._closed.acquire(blocking=False):
+            return
+        for collective in self._collectives:
+            collective.close()
+        try:
+            self._thread.run(self._stop(state), timeout=15)
+        except TimeoutError:
+            pass  # the loop is stopped below and p2pd killed with it
+        finally:
+            self._thread.close()
+            if self._owns_sockets:
+                shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _stop(self, state: str) -> None:
+        if hasattr(self, "_beating"):
+            self._beating.cancel()
+            await asyncio.wait([asyncio.ensure_future(self._roster.announce(state))], timeout=5)
+            await self._coordinator.close()
+        if hasattr(self, "_bulk"):
+            await self._bulk.close()
+        if hasattr(self, "_dht"):
+            await self._dht.shutdown()
+        if hasattr(self, "_p2p"):
+            await self._p2p.shutdown()
+
+
+def _routable_first(addresses: list[str]) -> list[str]:
+    """Sort loopback addresses last: the first one is what a user copies to another machine."""
+    return sorted(addresses, key=lambda address: "/127." in address or "/ip6/::1/" in address)

@@ -1,0 +1,216 @@
+"""Who is in the run: heartbeats on the DHT, the peer table, and who is suspected to be gone."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+
+from .engine import DHTNode, get_dht_time
+from .errors import PeerUnreachable, ProtocolError
+from .rpc import Rpc
+from .settings import NetworkSettings
+from .wire import Message, decode, encode, field
+
+EXPIRE_BEATS = 5  # a record lives for this many heartbeats
+MAX_RECORD_BYTES = 4096
+# States in which a replica takes part in rounds and is waited for.
+ACTIVE_STATES = frozenset({"waiting", "training", "evaluating"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRecord:
+    """One row of the peer table: what a peer said of itself in its last heartbeat."""
+
+    peer_id: str
+    role: str = "replica"
+    state: str = "starting"
+    joined_at: float = 0.0  # DHT time at which the peer entered the run; orders peers, nothing else
+    updated_at: float = 0.0  # DHT time of this heartbeat
+    slot: int = -1  # which share of the data the peer draws; -1: none
+    round: int = 0
+    step: int = 0
+    samples: int = 0
+    tokens_per_s: float = 0.0
+    loss: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    device: str = ""
+    version: str = ""
+    digest: str = ""  # of the anchor
+
+    @property
+    def is_active(self) -> bool:
+        """True for a replica that rounds wait for."""
+        return self.role == "replica" and self.state in ACTIVE_STATES
+
+
+_KINDS: dict[str, type] = {f.name: f.type for f in fields(PeerRecord)}  # type: ignore[misc]
+
+
+def read_record(peer_id: str, data: bytes) -> PeerRecord:
+    """Read a record that a stranger may have stored; raises ProtocolError."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"heartbeat of {len(data)} bytes: the limit is {MAX_RECORD_BYTES}")
+    message = decode(data)
+    values = {name: field(message, name, kind) for name, kind in _KINDS.items() if name in message}
+    for name, value in values.items():
+        if isinstance(value, str):
+            # Names and texts of strangers end up on terminals.
+            values[name] = "".join(c for c in value[:200] if c.isprintable())
+    if values.get("peer_id") != peer_id:
+        raise ProtocolError(f"heartbeat of {str(values.get('peer_id'))[:60]} stored under {peer_id[:60]}")
+    return PeerRecord(**values)
+
+
+class Roster:
+    """Publishes this peer's heartbeat and keeps the table of the others'."""
+
+    def __init__(self, dht: DHTNode, rpc: Rpc, run: str, settings: NetworkSettings, mine: PeerRecord) -> None:
+        self.mine = mine
+        self.changed = asyncio.Event()
+        self._dht = dht
+        self._rpc = rpc
+        self._key = f"{run}.peers"
+        self._settings = settings
+        self._table: dict[str, PeerRecord] = {}
+        self._suspects: dict[str, float] = {}  # peer id -> DHT time of the suspicion
+        self._left: dict[str, float] = {}
+        self._last_answer: dict[str, float] = {}  # peer id -> monotonic time
+        self._refusals: dict[str, int] = {}  # calls in a row that failed at once
+        rpc.handle("ping", self._on_ping)
+        rpc.handle("beat", self._on_beat)
+        self.on_leave: list[Callable[[str], None]] = []
+
+    # -- heartbeats ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Beat and refresh for ever."""
+        while True:
+            await self.beat()
+            await self.refresh()
+            await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def beat(self) -> None:
+        """Store this peer's record on the DHT."""
+        self.mine = replace(self.mine, updated_at=get_dht_time())
+        lifetime = EXPIRE_BEATS * self._settings.heartbeat_s
+        await self._dht.store(
+            self._key, encode(asdict(self.mine)), get_dht_time() + lifetime, subkey=self.mine.peer_id
+        )
+
+    async def refresh(self) -> None:
+        """Read everybody's record from the DHT."""
+        found = await self._dht.get(self._key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return
+        for peer_id, entry in found.value.items():
+            self._accept(peer_id, entry.value)
+        self._forget_expired()
+
+    def _accept(self, peer_id: object, data: object) -> None:
+        if not isinstance(peer_id, str) or not isinstance(data, bytes):
+            return
+        try:
+            record = read_record(peer_id, data)
+        except ProtocolError:
+            return  # a stranger's rubbish under our key is no reason to stop
+        known = self._table.get(peer_id)
+        if known is None or record.updated_at > known.updated_at:
+            self._table[peer_id] = record
+            if known is None or known.state != record.state:
+                self.changed.set()
+
+    def _forget_expired(self) -> None:
+        limit = get_dht_time() - EXPIRE_BEATS * self._settings.heartbeat_s
+        for peer_id in [p for p, record in self._table.items() if record.updated_at < limit]:
+            del self._table[peer_id]
+            self.changed.set()
+
+    async def announce(self, state: str) -> None:
+        """Change this peer's state and tell the others at once, not only with the next heartbeat."""
+        self.mine = replace(self.mine, state=state)
+        calls = [
+            self._tell(peer_id) for peer_id in self._table if peer_id != self.mine.peer_id and peer_id not in self._suspects
+        ]
+        await asyncio.gather(self.beat(), *calls)
+
+    async def _tell(self, peer_id: str) -> None:
+        record = encode(asdict(replace(self.mine, updated_at=get_dht_time())))
+        try:
+            await self._rpc.call(peer_id, "beat", {"record": record}, timeout=2.0)
+        except (PeerUnreachable, ProtocolError):
+            return  # the DHT tells it later
+
+    async def _on_beat(self, caller: str, message: Message) -> Message:
+        self._accept(caller, field(message, "record", bytes))
+        record = self._table.get(caller)
+        if record is not None and not record.is_active:
+            for callback in self.on_leave:
+                callback(caller)
+        return {}
+
+    # -- who is there ----------------------------------------------------------------------------------------------
+
+    def table(self) -> list[PeerRecord]:
+        """All known peers, this one included, in the order in which they joined."""
+        records = {**self._table, self.mine.peer_id: self.mine}
+        return sorted(records.values(), key=lambda record: (record.joined_at, record.peer_id))
+
+    def order(self, peer_id: str) -> tuple[float, str]:
+        """Sort key of a peer: the order in which peers joined."""
+        record = self.mine if peer_id == self.mine.peer_id else self._table.get(peer_id)
+        return (record.joined_at if record is not None else float("inf"), peer_id)
+
+    def active(self) -> list[str]:
+        """Replicas that rounds wait for, in join order, without suspects."""
+        return [r.peer_id for r in self.table() if r.is_active and not self.is_suspect(r.peer_id)]
+
+    def coordinator(self) -> str:
+        """Who coordinates rounds: the active replica that joined first."""
+        active = self.active()
+        return active[0] if active else self.mine.peer_id
+
+    # -- who is gone -----------------------------------------------------------------------------------------------
+
+    def suspect(self, peer_id: str) -> None:
+        """Take a peer for dead until it beats again."""
+        if peer_id != self.mine.peer_id:
+            self._suspects[peer_id] = get_dht_time()
+            self.changed.set()
+
+    def is_suspect(self, peer_id: str) -> bool:
+        """True while a peer has not beaten since it was suspected."""
+        since = self._suspects.get(peer_id)
+        if since is None:
+            return False
+        record = self._table.get(peer_id)
+        if record is not None and record.updated_at > since:
+            del self._suspects[peer_id]
+            return False
+        return True
+
+    async def is_alive(self, peer_id: str) -> bool:
+        """Ping a peer; False once it refused twice in a row or was silent for `silence_s`."""
+        if peer_id == self.mine.peer_id:
+            return True
+        started = time.monotonic()
+        self._last_answer.setdefault(peer_id, started)
+        try:
+            await self._rpc.call(peer_id, "ping", {}, timeout=self._settings.silence_s / 2)
+        except (PeerUnreachable, ProtocolError):
+            now = time.monotonic()
+            self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
+            refused = now - started < self._settings.silence_s / 4 and self._refusals[peer_id] >= 2
+            return not (refused or now - self._last_answer[peer_id] > self._settings.silence_s)
+        self._refusals[peer_id] = 0
+        self._last_answer[peer_id] = time.monotonic()
+        return True
+
+    def heard_from(self, peer_id: str) -> None:
+        """Note a sign of life that was not a ping."""
+        self._last_answer[peer_id] = time.monotonic()
+        self._refusals[peer_id] = 0
+
+    async def _on_ping(self, caller: str, message: Message) -> Message:
+        self.heard_from(caller)
+        return {}

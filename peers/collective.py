@@ -5,28 +5,39 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal, TypedDict, TypeVar
 
 from torch import Tensor
 
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
-
-from .coordinator import Coordinator, Decision
-from .errors import PeerUnreachable, ProtocolError
-from .exchange import Agreement, Blame, Gathering, Reduction
-from .layout import Schema
-from .loop import NetworkThread
-from .reduction import check_payload, check_reducible
-from .roster import Roster
-from .rpc import Rpc
-from .settings import NetworkSettings
-from .transport import Bulk, Traffic
-from .wire import Message, field
+from swarmkit.peers.coordinator import Coordinator
+from swarmkit.peers.errors import PeerUnreachable, ProtocolError
+from swarmkit.peers.exchange import Agreement, Blame, Gathering, Reduction
+from swarmkit.peers.layout import Schema
+from swarmkit.peers.loop import NetworkThread
+from swarmkit.peers.reduction import check_payload, check_reducible
+from swarmkit.peers.roster import Roster
+from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.session import Decision
+from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.transport import Bulk, Traffic
+from swarmkit.peers.wire import Message, field
 
 Operation = Literal["reduce", "gather"]
 # A coordinator answers within the round's timeout; what its answer may take on the way.
 GRACE_S = 3.0
+T = TypeVar("T")
+Result = list[Any]  # tensors of a reduction, or lists of tensors of a gathering
+
+
+class _Stats(TypedDict):
+    members: tuple[str, ...]
+    weights: tuple[float, ...]
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    waited: float
 
 
 class SwarmCollective:
@@ -57,14 +68,14 @@ class SwarmCollective:
         self._settings = settings
         self._timeout = settings.round_timeout_s if round_timeout is None else round_timeout
         self._attempts: dict[str, asyncio.Future[Reduction | Gathering]] = {}
-        self._running: dict[str, asyncio.Task[object]] = {}  # attempt -> the exchange, for `abort`
-        self._rounds: set[Future[Reduced] | Future[Gathered]] = set()
+        self._running: dict[str, asyncio.Task[Any]] = {}  # attempt -> the exchange, for `abort`
+        self._rounds: set[Future[Any]] = set()
         self._closed = False
         rpc.handle("abort", self._on_abort)
         bulk.handle("reduce", self._serve)
         bulk.handle("gather", self._serve)
 
-    # -- the Collective protocol -------------------------------------------------------------------------------------
+    # -- the Collective protocol ---------------------------------------------------------------------------------------
 
     def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
         """See Collective.all_reduce."""
@@ -82,7 +93,7 @@ class SwarmCollective:
         for future in list(self._rounds):
             future.cancel()
 
-    def _track(self, future):  # type: ignore[no-untyped-def]
+    def _track(self, future: Future[T]) -> Future[T]:
         self._rounds.add(future)
         future.add_done_callback(self._rounds.discard)
         return future
@@ -136,9 +147,9 @@ class _Member:
         self._begun = self._started
         self._traffic = Traffic()
         self._attempt = ""  # the attempt whose complete result we hold
-        self._result: list = []  # type: ignore[type-arg]
+        self._result: Result = []
 
-    def stats(self, decision: Decision) -> dict[str, object]:
+    def stats(self, decision: Decision) -> _Stats:
         """What a result tells about its round."""
         return {
             "members": decision.members,
@@ -149,7 +160,7 @@ class _Member:
             "waited": self._begun - self._started,
         }
 
-    async def take_part(self) -> tuple[list, Decision]:  # type: ignore[type-arg]
+    async def take_part(self) -> tuple[Result, Decision]:
         """Meet, exchange, report, until the round is decided; raises RoundFailed."""
         if self._c._closed:
             raise RoundFailed("the collective is closed")
@@ -242,13 +253,13 @@ class _Member:
             answer = await self._meet()
         return answer
 
-    async def _exchange(self, agreement: Agreement) -> list:  # type: ignore[type-arg]
-        kind = Reduction if self._operation == "reduce" else Gathering
+    async def _exchange(self, agreement: Agreement) -> Result:
+        kind: type[Reduction] | type[Gathering] = Reduction if self._operation == "reduce" else Gathering
         exchange = kind(agreement, self._c.peer_id, self._tensors, self._traffic, self._c._settings.chunk_bytes)
         slot = self._c._slot(agreement.attempt)
         if not slot.done():
             slot.set_result(exchange)
-        task = asyncio.ensure_future(exchange.run(self._c._bulk))
+        task: asyncio.Task[Any] = asyncio.ensure_future(exchange.run(self._c._bulk))
         self._c._running[agreement.attempt] = task
         try:
             done, _ = await asyncio.wait([task], timeout=self._left())
@@ -256,7 +267,8 @@ class _Member:
                 raise Blame(None, "the exchange outlasted the round")
             if task.cancelled():
                 raise Blame(None, "the coordinator aborted the attempt")
-            return task.result()
+            result: Result = task.result()
+            return result
         finally:
             task.cancel()
             self._c._running.pop(agreement.attempt, None)
@@ -271,9 +283,7 @@ class _Member:
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
             raise ProtocolError("weights must be finite and not negative")
         limit = self._c._settings.max_round_bytes
-        schemas = [
-            Schema.from_message({"schema": entry}, max_bytes=limit) for entry in field(begin, "schemas", list)
-        ]
+        schemas = [Schema.from_message({"schema": entry}, max_bytes=limit) for entry in field(begin, "schemas", list)]
         if self._operation == "gather" and (
             len(schemas) != len(members) or schemas[members.index(self._c.peer_id)] != Schema.of(self._tensors)
         ):
@@ -281,7 +291,7 @@ class _Member:
         attempt = field(begin, "attempt", str, lambda text: 0 < len(text) <= 64)
         return Agreement(attempt, tuple(members), tuple(weights), tuple(schemas))
 
-    def _conclude(self, answer: Message) -> tuple[list, Decision]:  # type: ignore[type-arg]
+    def _conclude(self, answer: Message) -> tuple[Result, Decision]:
         if field(answer, "outcome", str) != "commit":
             reason = field(answer, "reason", str)[:500]
             raise RoundFailed(f"round {self._key}: {reason}", missed=field(answer, "missed", bool))

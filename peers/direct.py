@@ -1,10 +1,14 @@
-"""gRPC streams between peers that reach each other directly: TLS pinned to a key that libp2p's handshake vouches for."""
+"""gRPC streams between peers that reach each other directly, over TLS pinned to a key that libp2p vouches for."""
 
 import asyncio
 import datetime
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+
+# Before the import: gRPC's core would write a line to stderr for every peer that goes.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 import grpc.aio
@@ -13,10 +17,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from .engine import Multiaddr
-from .errors import PeerUnreachable, ProtocolError
-from .settings import NetworkSettings
-from .wire import Message, field
+from swarmkit.peers.engine import Multiaddr
+from swarmkit.peers.errors import PeerUnreachable, ProtocolError
+from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.wire import Message, field
 
 SERVICE = "/swarmkit.Bulk/Stream"
 # Every certificate carries this name; the pinned certificate, not the name, says who the server is.
@@ -80,7 +84,9 @@ class DirectTransport:
         port = server.add_secure_port(f"{host}:{self._settings.bulk_port}", credentials)
         await server.start()
         self._server = server
-        hosts = [address[name] for address in visible for name in ("ip4", "ip6", "dns4", "dns6", "dns") if name in address]
+        hosts = [
+            address[name] for address in visible for name in ("ip4", "ip6", "dns4", "dns6", "dns") if name in address
+        ]
         self._targets = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in dict.fromkeys(hosts)]
 
     def describe(self, caller: str) -> Message:
@@ -128,8 +134,8 @@ class DirectTransport:
 
     async def _handle(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         token = dict(context.invocation_metadata() or ()).get("token", "")
-        sender = self._callers.get(str(token))
-        if sender is None:
+        sender = self._callers.get(str(token), "")
+        if not sender:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "ask for an endpoint over libp2p first")
         try:
             async for chunk in self._serve(sender, requests):

@@ -7,15 +7,15 @@ from pathlib import Path
 # Before the import: with torch's default "file_system" strategy hivemind leaves a manager process and /dev/shm files.
 os.environ.setdefault("HIVEMIND_MEMORY_SHARING_STRATEGY", "file_descriptor")
 
-from hivemind.dht.node import DHTNode  # noqa: E402
-from hivemind.p2p import P2P, PeerID, ServicerBase  # noqa: E402
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError  # noqa: E402
-from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
-from hivemind.utils.timed_storage import get_dht_time  # noqa: E402
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID, ServicerBase
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import get_dht_time
 
-from .errors import JoinFailed  # noqa: E402
-from .hygiene import children_die_with_us  # noqa: E402
-from .settings import NetworkSettings  # noqa: E402
+from swarmkit.peers.errors import JoinFailed
+from swarmkit.peers.hygiene import children_die_with_us
+from swarmkit.peers.settings import NetworkSettings
 
 __all__ = [
     "P2P",

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import PeerUnreachable, ProtocolError
-from .layout import Layout, Schema, from_bytes, to_bytes
-from .reduction import weighted_mean
-from .transport import Bulk, Traffic
+from swarmkit.peers.errors import PeerUnreachable, ProtocolError
+from swarmkit.peers.layout import Chunk, Layout, Schema, from_bytes, to_bytes
+from swarmkit.peers.reduction import is_finite, weighted_mean
+from swarmkit.peers.transport import Bulk, Traffic
 
 
 class Blame(Exception):
@@ -39,7 +39,9 @@ class Agreement:
 class Reduction:
     """One attempt at a butterfly all-reduce: member j owns slice j, averages it and sends it to all."""
 
-    def __init__(self, agreement: Agreement, me: str, tensors: Sequence[Tensor], traffic: Traffic, chunk_bytes: int):
+    def __init__(
+        self, agreement: Agreement, me: str, tensors: Sequence[Tensor], traffic: Traffic, chunk_bytes: int
+    ) -> None:
         self.agreement = agreement
         self.traffic = traffic
         self._chunk_bytes = chunk_bytes
@@ -47,9 +49,8 @@ class Reduction:
         self._inputs = tensors
         self._layout = Layout(Schema.of(tensors))
         self._mine = self._layout.flatten(tensors)
-        # A round of one hands out a copy: the caller owns the result and may write to it.
         self._result = self._layout.empty()
-        self._my_chunks = list(self._chunks(self._index))
+        self._my_chunks = self._chunks(self._index)
         # Who contributes: a weight of 0 travels in neither direction but the way back.
         self._contributors = [i for i, weight in enumerate(agreement.weights) if weight > 0]
         self._arrived: list[dict[int, bytes]] = [{} for _ in self._my_chunks]
@@ -57,7 +58,7 @@ class Reduction:
         self._progress = asyncio.Condition()
         self._broken: Blame | None = None
 
-    def _chunks(self, owner: int) -> AsyncIterator | list:  # type: ignore[type-arg]
+    def _chunks(self, owner: int) -> list[Chunk]:
         return list(self._layout.chunks(owner, len(self.agreement.members), self._chunk_bytes))
 
     async def run(self, bulk: Bulk) -> list[Tensor]:
@@ -91,7 +92,7 @@ class Reduction:
         finally:
             await replies.aclose()
 
-    async def _parts(self, chunks: list[tuple[torch.dtype, int, int]]) -> AsyncIterator[bytes]:
+    async def _parts(self, chunks: list[Chunk]) -> AsyncIterator[bytes]:
         if self.agreement.weights[self._index] == 0:
             return
         for dtype, start, stop in chunks:
@@ -123,7 +124,9 @@ class Reduction:
                 data = await anext(incoming, None)
                 if data is None or len(data) != (stop - start) * dtype.itemsize:
                     size = "no" if data is None else len(data)
-                    raise Blame(sender, f"{sender[-8:]} sent {size} bytes for a chunk of {(stop - start) * dtype.itemsize}")
+                    raise Blame(
+                        sender, f"{sender[-8:]} sent {size} bytes for a chunk of {(stop - start) * dtype.itemsize}"
+                    )
                 self.traffic.received += len(data)
                 self._arrived[number][index] = data
                 await self._reduce(number)
@@ -151,7 +154,7 @@ class Reduction:
                 from_bytes(arrived[i], part)
                 parts.append(part)
         mean = weighted_mean(parts, [self.agreement.weights[i] for i in self._contributors])
-        if not torch.isfinite(mean).all():
+        if not is_finite(mean):
             await self._break(self._find_culprit(parts))
             return
         arrived.clear()
@@ -163,8 +166,10 @@ class Reduction:
 
     def _find_culprit(self, parts: list[Tensor]) -> Blame:
         for i, part in zip(self._contributors, parts, strict=True):
-            if not torch.isfinite(part).all():
-                return Blame(self.agreement.members[i], f"{self.agreement.members[i][-8:]} sent values that are not finite")
+            if not is_finite(part):
+                return Blame(
+                    self.agreement.members[i], f"{self.agreement.members[i][-8:]} sent values that are not finite"
+                )
         return Blame(None, "the mean overflows its dtype")
 
     async def _chunk(self, number: int) -> bytes:
@@ -189,7 +194,9 @@ class Reduction:
 class Gathering:
     """One attempt at an all-gather: the members with the lower number open the streams, payloads cross in both ways."""
 
-    def __init__(self, agreement: Agreement, me: str, payload: Sequence[Tensor], traffic: Traffic, chunk_bytes: int):
+    def __init__(
+        self, agreement: Agreement, me: str, payload: Sequence[Tensor], traffic: Traffic, chunk_bytes: int
+    ) -> None:
         self.agreement = agreement
         self.traffic = traffic
         self._chunk_bytes = chunk_bytes

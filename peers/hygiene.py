@@ -28,9 +28,7 @@ def die_with_parent() -> None:
 def children_die_with_us() -> Iterator[None]:
     """Give every asyncio subprocess started meanwhile a parent-death signal: P2P.create has no hook for it."""
     original = asyncio.subprocess.create_subprocess_exec
-    asyncio.subprocess.create_subprocess_exec = functools.partial(  # type: ignore[assignment]
-        original, preexec_fn=die_with_parent
-    )
+    asyncio.subprocess.create_subprocess_exec = functools.partial(original, preexec_fn=die_with_parent)
     try:
         yield
     finally:

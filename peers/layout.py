@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import ProtocolError
-from .wire import Message, field
+from swarmkit.peers.errors import ProtocolError
+from swarmkit.peers.wire import Message, field
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -27,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 MAX_TENSORS = 100_000
 MAX_DIMS = 16
+Chunk = tuple[torch.dtype, int, int]  # dtype, first and last-plus-one element of its flat buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,11 @@ class Schema:
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
                 raise ProtocolError("schema entries must be [dtype, shape]")
             dtype, shape = entry
-            if dtype not in DTYPES or len(shape) > MAX_DIMS or not all(type(size) is int and size >= 0 for size in shape):
+            if (
+                dtype not in DTYPES
+                or len(shape) > MAX_DIMS
+                or not all(type(size) is int and size >= 0 for size in shape)
+            ):
                 raise ProtocolError(f"schema entry {str(entry)[:80]} is not a tensor")
             entries.append((dtype, tuple(shape)))
         schema = cls(tuple(entries))
@@ -103,7 +109,7 @@ class Layout:
             tensors.append(view if like is None else view.to(like[index].device))
         return tensors
 
-    def chunks(self, owner: int, owners: int, chunk_bytes: int) -> Iterator[tuple[torch.dtype, int, int]]:
+    def chunks(self, owner: int, owners: int, chunk_bytes: int) -> Iterator[Chunk]:
         """Cut the slice of one owner out of `owners` into (dtype, start, stop) chunks, in the order they travel."""
         for dtype, size in self.sizes.items():
             start, end = size * owner // owners, size * (owner + 1) // owners
@@ -122,4 +128,4 @@ def from_bytes(data: bytes, into: Tensor) -> None:
     """Copy bytes into a contiguous CPU tensor; raises ProtocolError when the sizes differ."""
     if len(data) != into.numel() * into.element_size():
         raise ProtocolError(f"chunk of {len(data)} bytes, expected {into.numel() * into.element_size()}")
-    memoryview(into.view(torch.uint8).numpy())[:] = data
+    np.copyto(into.view(torch.uint8).numpy(), np.frombuffer(data, np.uint8))

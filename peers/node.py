@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from .collective import SwarmCollective
-from .coordinator import Coordinator
-from .engine import get_dht_time, start_dht, start_p2p
-from .errors import JoinFailed, PeerUnreachable, ProtocolError
-from .hygiene import make_socket_folder
-from .loop import NetworkThread
-from .roster import PeerRecord, Roster
-from .rpc import Rpc
-from .settings import NetworkSettings
-from .state import Progress, Provider, Snapshot, StateServer, fetch_state
-from .transport import Bulk
-from .wire import Message, field
+from swarmkit.peers.collective import SwarmCollective
+from swarmkit.peers.coordinator import Coordinator
+from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p
+from swarmkit.peers.errors import JoinFailed, PeerUnreachable, ProtocolError
+from swarmkit.peers.hygiene import make_socket_folder
+from swarmkit.peers.loop import NetworkThread
+from swarmkit.peers.roster import PeerRecord, Roster
+from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.state import Progress, Provider, Snapshot, StateServer, fetch_state
+from swarmkit.peers.transport import Bulk
+from swarmkit.peers.wire import Message, field
 
 CONFIG_LIFETIME_S = 3600.0
 MAX_CONFIG_BYTES = 256 << 10
@@ -147,7 +147,7 @@ class Node:
         self._collectives.append(collective)
         return collective
 
-    # -- the run's configuration -----------------------------------------------------------------------------------------
+    # -- the run's configuration ---------------------------------------------------------------------------------------
 
     def publish_config(self, config: str) -> None:
         """Offer the run's configuration (JSON text) to joiners, on the DHT and by direct call."""
@@ -184,7 +184,7 @@ class Node:
             raise ProtocolError("this peer has no configuration to offer")
         return {"config": self._config}
 
-    # -- state transfer ----------------------------------------------------------------------------------------------------
+    # -- state transfer ------------------------------------------------------------------------------------------------
 
     def serve_state(self, provider: Provider) -> None:
         """Serve snapshots to joiners; `provider` is called in a worker thread."""
@@ -220,7 +220,7 @@ class Node:
                 return
             target = field(answer, "to", str)
 
-    # -- traffic and leaving -------------------------------------------------------------------------------------------------
+    # -- traffic and leaving -------------------------------------------------------------------------------------------
 
     @property
     def bytes_sent(self) -> int:

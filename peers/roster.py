@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
-from .engine import DHTNode, get_dht_time
-from .errors import PeerUnreachable, ProtocolError
-from .rpc import Rpc
-from .settings import NetworkSettings
-from .wire import Message, decode, encode, field
+from swarmkit.peers.engine import DHTNode, get_dht_time
+from swarmkit.peers.errors import PeerUnreachable, ProtocolError
+from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.wire import Message, decode, encode, field
 
 EXPIRE_BEATS = 5  # a record lives for this many heartbeats
 MAX_RECORD_BYTES = 4096
@@ -52,7 +53,7 @@ def read_record(peer_id: str, data: bytes) -> PeerRecord:
     if len(data) > MAX_RECORD_BYTES:
         raise ProtocolError(f"heartbeat of {len(data)} bytes: the limit is {MAX_RECORD_BYTES}")
     message = decode(data)
-    values = {name: field(message, name, kind) for name, kind in _KINDS.items() if name in message}
+    values: dict[str, Any] = {name: field(message, name, kind) for name, kind in _KINDS.items() if name in message}
     for name, value in values.items():
         if isinstance(value, str):
             # Names and texts of strangers end up on terminals.
@@ -81,7 +82,7 @@ class Roster:
         rpc.handle("beat", self._on_beat)
         self.on_leave: list[Callable[[str], None]] = []
 
-    # -- heartbeats ------------------------------------------------------------------------------------------------
+    # -- heartbeats ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Beat and refresh for ever."""
@@ -94,9 +95,7 @@ class Roster:
         """Store this peer's record on the DHT."""
         self.mine = replace(self.mine, updated_at=get_dht_time())
         lifetime = EXPIRE_BEATS * self._settings.heartbeat_s
-        await self._dht.store(
-            self._key, encode(asdict(self.mine)), get_dht_time() + lifetime, subkey=self.mine.peer_id
-        )
+        await self._dht.store(self._key, encode(asdict(self.mine)), get_dht_time() + lifetime, subkey=self.mine.peer_id)
 
     async def refresh(self) -> None:
         """Read everybody's record from the DHT."""
@@ -130,7 +129,9 @@ class Roster:
         """Change this peer's state and tell the others at once, not only with the next heartbeat."""
         self.mine = replace(self.mine, state=state)
         calls = [
-            self._tell(peer_id) for peer_id in self._table if peer_id != self.mine.peer_id and peer_id not in self._suspects
+            self._tell(peer_id)
+            for peer_id in self._table
+            if peer_id != self.mine.peer_id and peer_id not in self._suspects
         ]
         await asyncio.gather(self.beat(), *calls)
 
@@ -149,7 +150,7 @@ class Roster:
                 callback(caller)
         return {}
 
-    # -- who is there ----------------------------------------------------------------------------------------------
+    # -- who is there --------------------------------------------------------------------------------------------------
 
     def table(self) -> list[PeerRecord]:
         """All known peers, this one included, in the order in which they joined."""
@@ -170,7 +171,7 @@ class Roster:
         active = self.active()
         return active[0] if active else self.mine.peer_id
 
-    # -- who is gone -----------------------------------------------------------------------------------------------
+    # -- who is gone ---------------------------------------------------------------------------------------------------
 
     def suspect(self, peer_id: str) -> None:
         """Take a peer for dead until it beats again."""

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 from google.protobuf.wrappers_pb2 import BytesValue
 
-from .engine import P2P, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
-from .errors import PeerUnreachable, ProtocolError
-from .wire import Message, decode, encode, field
+from swarmkit.peers.engine import P2P, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
+from swarmkit.peers.errors import PeerUnreachable, ProtocolError
+from swarmkit.peers.wire import Message, decode, encode, field
 
 Handler = Callable[[str, Message], Awaitable[Message]]
 

@@ -12,12 +12,12 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from .errors import JoinFailed, PeerUnreachable, ProtocolError
-from .roster import Roster
-from .rpc import Rpc
-from .settings import NetworkSettings
-from .transport import Bulk
-from .wire import Message, field
+from swarmkit.peers.errors import JoinFailed, PeerUnreachable, ProtocolError
+from swarmkit.peers.roster import Roster
+from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.transport import Bulk
+from swarmkit.peers.wire import Message, field
 
 Snapshot = tuple[dict[str, Tensor], dict[str, object]]
 Provider = Callable[[], Snapshot]
@@ -122,5 +122,5 @@ async def _fetch_from(
 
 
 async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield b""
+    for chunk in list[bytes]():
+        yield chunk

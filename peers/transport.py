@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+import typing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from google.protobuf.wrappers_pb2 import BytesValue
 
-from .direct import DirectTransport, Endpoint
-from .engine import P2P, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
-from .errors import PeerUnreachable, ProtocolError
-from .rpc import Rpc
-from .settings import NetworkSettings, Transport
-from .wire import Message, decode, encode, field
+from swarmkit.peers.direct import DirectTransport, Endpoint
+from swarmkit.peers.engine import P2P, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
+from swarmkit.peers.errors import PeerUnreachable, ProtocolError
+from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.settings import NetworkSettings, Transport
+from swarmkit.peers.wire import Message, decode, encode, field
 
 StreamHandler = Callable[[str, Message, AsyncIterator[bytes]], AsyncIterator[bytes]]
 # A peer that could not be reached over gRPC is asked again after this time: firewalls and addresses change.
@@ -60,7 +61,7 @@ class Bulk(ServicerBase):
 
     async def open(
         self, peer_id: str, kind: str, header: Message, outgoing: AsyncIterator[bytes]
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Send `outgoing` to a peer and yield what it sends back; raises PeerUnreachable when the stream breaks."""
         messages = self._with_header(encode({**header, "kind": kind}), outgoing)
         endpoint = await self._endpoint(peer_id)
@@ -109,7 +110,9 @@ class Bulk(ServicerBase):
         endpoint = await self._direct.connect(Endpoint.from_message(answer), timeout=DIRECT_CONNECT_S)
         if endpoint is None:
             if self._settings.transport is Transport.grpc:
-                raise PeerUnreachable(f"peer {peer_id[-8:]} cannot be reached over gRPC and transport=grpc forbids libp2p")
+                raise PeerUnreachable(
+                    f"peer {peer_id[-8:]} cannot be reached over gRPC and transport=grpc forbids libp2p"
+                )
             self._indirect_until[peer_id] = time.monotonic() + RETRY_DIRECT_S
             return None
         self._endpoints[peer_id] = endpoint
@@ -136,11 +139,21 @@ class Bulk(ServicerBase):
             self.total.received += len(chunk)
             yield chunk
 
-    async def rpc_stream(self, stream: AsyncIterator[BytesValue], context: object) -> AsyncIterator[BytesValue]:
+    # hivemind reads these hints and knows typing's AsyncIterator only.
+    async def rpc_stream(
+        self,
+        stream: typing.AsyncIterator[BytesValue],
+        context: object,
+    ) -> typing.AsyncIterator[BytesValue]:
         """Serve one stream that came over libp2p."""
         sender: str = context.remote_id.to_base58()  # type: ignore[attr-defined]
-        async for chunk in self._serve(sender, (message.value async for message in stream)):
+        incoming = (message.value async for message in stream)
+        async for chunk in self._serve(sender, incoming):
             yield BytesValue(value=chunk)
+        # hivemind closes the socket when this generator ends; were the caller's end-of-stream mark still on its way,
+        # its write would fail and take with it what it has not read yet.
+        async for _ in incoming:
+            raise ProtocolError("more chunks than the stream's header announced")
 
     async def _open_libp2p(self, peer_id: str, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=self._run)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgpack
 
-from .errors import ProtocolError
+from swarmkit.peers.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 20
 T = TypeVar("T")

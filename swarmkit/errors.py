@@ -1,15 +1,15 @@
 """Every error that swarmkit raises on purpose.
 
-    Exception
-    |-- SwarmError            a network failure; the training loop survives it
-    |   |-- RoundFailed       a round gave this peer no result
-    |   |-- JoinFailed        no run at the address, another version, or no state to fetch
-    |   |-- PeerUnreachable   a peer could not be called
-    |   `-- ProtocolError     a peer sent what the protocol does not allow
-    `-- ValueError
-        |-- ConfigError       a setting that cannot work: key, value, reason
-        |-- CheckpointError   a checkpoint that is missing, incomplete or corrupt
-        `-- DataError         a data source that is missing, empty or malformed
+Exception
+|-- SwarmError            a network failure; the training loop survives it
+|   |-- RoundFailed       a round gave this peer no result
+|   |-- JoinFailed        no run at the address, another version, or no state to fetch
+|   |-- PeerUnreachable   a peer could not be called
+|   `-- ProtocolError     a peer sent what the protocol does not allow
+`-- ValueError
+    |-- ConfigError       a setting that cannot work: key, value, reason
+    |-- CheckpointError   a checkpoint that is missing, incomplete or corrupt
+    `-- DataError         a data source that is missing, empty or malformed
 """
 
 from swarmkit.optim.errors import RoundFailed, SwarmError

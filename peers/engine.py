@@ -1,17 +1,21 @@
 """The one place that imports hivemind: its DHT node and P2P, set up so that nothing outlives this process."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 # Before the import: with torch's default "file_system" strategy hivemind leaves a manager process and /dev/shm files.
 os.environ.setdefault("HIVEMIND_MEMORY_SHARING_STRATEGY", "file_descriptor")
 
-from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, PeerID, ServicerBase
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
-from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import get_dht_time
+with warnings.catch_warnings():
+    # Not ours to mend: torch.jit.script in parts of hivemind that nobody here uses, and the like.
+    warnings.simplefilter("ignore")
+    from hivemind.dht.node import DHTNode
+    from hivemind.p2p import P2P, PeerID, ServicerBase
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+    from hivemind.utils.multiaddr import Multiaddr
+    from hivemind.utils.timed_storage import get_dht_time
 
 from swarmkit.peers.errors import JoinFailed
 from swarmkit.peers.hygiene import children_die_with_us
@@ -60,11 +64,10 @@ async def start_p2p(initial_peers: Sequence[str], settings: NetworkSettings, soc
 
 
 def _explain(initial_peers: Sequence[str], error: Exception) -> str:
-    if "bootstrap" in str(error) and initial_peers:
-        addresses = ", ".join(initial_peers)
+    if initial_peers and ("bootstrap" in str(error) or isinstance(error, RuntimeError)):
         return (
-            f"no bootstrap peer answers at {addresses} ({error}); check that the run is up, that the port is open, "
-            "and that the line was copied whole: a restarted peer has a new /p2p/ id"
+            f"something listens at {', '.join(initial_peers)}, but it is not that peer ({error}); a peer that was "
+            "restarted without an identity file has a new /p2p/ id: copy the line that it prints now"
         )
     return f"p2pd did not start: {error}"
 

@@ -15,6 +15,7 @@ from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p
 from swarmkit.peers.errors import JoinFailed, PeerUnreachable, ProtocolError
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.loop import NetworkThread
+from swarmkit.peers.preflight import find_reachable
 from swarmkit.peers.roster import PeerRecord, Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
@@ -69,6 +70,7 @@ class Node:
         return node
 
     async def _start(self, initial_peers: Sequence[str]) -> None:
+        initial_peers = await find_reachable(initial_peers)
         self._p2p = await start_p2p(initial_peers, self.settings, self._sockets)
         self._dht = await start_dht(self._p2p, initial_peers)
         self.peer_id: str = self._p2p.peer_id.to_base58()

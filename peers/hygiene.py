@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import functools
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ from pathlib import Path
 
 PREFIX = "swarmkit-"
 _PR_SET_PDEATHSIG = 1
-# Loaded before any fork: a child between fork and exec must not import or open anything.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -24,23 +22,33 @@ def die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+# Sets the signal in the child itself, then becomes the program. Not preexec_fn: that runs fork hooks in the child, and
+# gRPC's crash there once its threads exist.
+_EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+
+
 @contextmanager
 def children_die_with_us() -> Iterator[None]:
     """Give every asyncio subprocess started meanwhile a parent-death signal: P2P.create has no hook for it."""
     original = asyncio.subprocess.create_subprocess_exec
-    asyncio.subprocess.create_subprocess_exec = functools.partial(original, preexec_fn=die_with_parent)
+
+    async def create(program: str, *args: str, **options: object) -> asyncio.subprocess.Process:
+        return await original(sys.executable, "-I", "-S", "-c", _EXEC, program, *args, **options)  # type: ignore[arg-type]
+
+    if _LIBC is not None:
+        asyncio.subprocess.create_subprocess_exec = create  # type: ignore[assignment]
     try:
         yield
     finally:
         asyncio.subprocess.create_subprocess_exec = original
 
 
-def make_socket_folder() -> Path:
+def make_socket_folder(root: Path | None = None) -> Path:
     """Make a folder for unix sockets and remove those that dead processes left.
 
     The path is short because a unix socket's name may have no more than 107 bytes.
     """
-    root = Path(tempfile.gettempdir())
+    root = root or Path(tempfile.gettempdir())
     if len(str(root)) > 50:
         root = Path("/tmp")
     for folder in root.glob(f"{PREFIX}[0-9]*-*"):

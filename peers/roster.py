@@ -14,6 +14,7 @@ from swarmkit.peers.wire import Message, decode, encode, field
 
 EXPIRE_BEATS = 5  # a record lives for this many heartbeats
 MAX_RECORD_BYTES = 4096
+LEAVING_STATES = frozenset({"draining", "done", "gone"})
 # States in which a replica takes part in rounds and is waited for.
 ACTIVE_STATES = frozenset({"waiting", "training", "evaluating"})
 
@@ -38,6 +39,11 @@ class PeerRecord:
     device: str = ""
     version: str = ""
     digest: str = ""  # of the anchor
+
+    @property
+    def may_coordinate(self) -> bool:
+        """True for a replica that is not leaving; whether it trains yet does not matter."""
+        return self.role == "replica" and self.state not in LEAVING_STATES
 
     @property
     def is_active(self) -> bool:
@@ -128,6 +134,7 @@ class Roster:
     async def announce(self, state: str) -> None:
         """Change this peer's state and tell the others at once, not only with the next heartbeat."""
         self.mine = replace(self.mine, state=state)
+        await self.refresh()
         calls = [
             self._tell(peer_id)
             for peer_id in self._table
@@ -167,9 +174,11 @@ class Roster:
         return [r.peer_id for r in self.table() if r.is_active and not self.is_suspect(r.peer_id)]
 
     def coordinator(self) -> str:
-        """Who coordinates rounds: the active replica that joined first."""
-        active = self.active()
-        return active[0] if active else self.mine.peer_id
+        """Who coordinates rounds: the replica that joined first; views of who is active already may still differ."""
+        for record in self.table():
+            if record.may_coordinate and not self.is_suspect(record.peer_id):
+                return record.peer_id
+        return self.mine.peer_id
 
     # -- who is gone ---------------------------------------------------------------------------------------------------
 

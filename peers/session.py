@@ -89,6 +89,8 @@ class Session:
 
     async def meet(self, peer_id: str, arrival: Arrival) -> Message:
         """Wait with a member until the round begins; a member that comes when it has begun missed it."""
+        if self.decision is not None:
+            return self.decision.for_member(peer_id)
         if self._attempt and peer_id not in self._members:
             return {"outcome": "failed", "reason": "the round began without this peer", "missed": True}
         if self._attempt:
@@ -108,6 +110,8 @@ class Session:
 
     async def report(self, peer_id: str, attempt: str, report: Report) -> Message:
         """Take a member's report and wait with it for the decision."""
+        if self.decision is not None:
+            return self.decision.for_member(peer_id)
         arrival = self._arrivals.get(peer_id)
         if arrival is None or peer_id not in self._members:
             return {"outcome": "failed", "reason": report.reason or "dropped from the round", "missed": True}
@@ -150,12 +154,12 @@ class Session:
     async def _gather_members(self) -> None:
         last_call = self._opened + PATIENCE * self._timeout
         while self._absent() and time.monotonic() < last_call:
-            await self._wait_change()
+            await self._wait_change(min(TICK_S, last_call - time.monotonic()))
             await self._drop_dead(self._absent())
 
-    async def _wait_change(self) -> None:
+    async def _wait_change(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), TICK_S)
+            await asyncio.wait_for(self._changed.wait(), timeout)
         self._changed.clear()
 
     async def _drop_dead(self, peers: set[str]) -> set[str]:
@@ -250,7 +254,7 @@ class Session:
             if self._left() <= 0:
                 names = ", ".join(peer[-8:] for peer in sorted(missing))
                 return Report(False, "", f"no report from {names}")
-            await self._wait_change()
+            await self._wait_change(min(TICK_S, self._left()))
             if time.monotonic() - last_ping > TICK_S:
                 last_ping = time.monotonic()
                 dead = await self._drop_dead(set(self._members) - set(self._reports))

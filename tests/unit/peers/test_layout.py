@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarmkit.peers.errors import ProtocolError
 from swarmkit.peers.layout import DTYPES, Layout, Schema, from_bytes, to_bytes
 

@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+
 from swarmkit.peers.errors import JoinFailed
 from swarmkit.peers.node import Node
 from swarmkit.peers.preflight import check_address, find_reachable

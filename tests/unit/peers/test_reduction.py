@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swarmkit.peers.reduction import check_reducible, is_finite, weighted_mean
 
 

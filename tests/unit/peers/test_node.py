@@ -1,0 +1,147 @@
+"""Nodes on loopback: the peer table, the configuration, the state, and what they leave behind."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from swarmkit.optim.collective import RoundKey
+from swarmkit.peers.errors import JoinFailed
+from swarmkit.peers.hygiene import make_socket_folder
+from swarmkit.peers.node import Node
+from swarmkit.peers.settings import NetworkSettings, Transport
+
+QUICK = {"heartbeat_s": 0.5, "round_timeout_s": 10.0}
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    first = Node.start("pair", settings=NetworkSettings(**QUICK))  # type: ignore[arg-type]
+    try:
+        second = Node.start("pair", initial_peers=[first.addresses[0]], settings=NetworkSettings(**QUICK))  # type: ignore[arg-type]
+        try:
+            yield first, second
+        finally:
+            second.close()
+    finally:
+        first.close()
+
+
+def test_nodes_see_each_others_heartbeats(pair: tuple[Node, Node]) -> None:
+    first, second = pair
+    second.heartbeat(step=17, loss=2.5, device="cpu")
+    second.announce("training")
+    first.announce("training")
+    assert first.wait_for_peers(2, timeout=10)
+    record = next(record for record in first.refresh() if record.peer_id == second.peer_id)
+    assert (record.step, record.loss, record.state) == (17, 2.5, "training")
+    assert [record.peer_id for record in first.table()] == [first.peer_id, second.peer_id]
+
+
+def test_a_node_that_leaves_is_not_waited_for(pair: tuple[Node, Node]) -> None:
+    first, second = pair
+    both = [node.collective() for node in pair]
+    assert first.wait_for_peers(2, timeout=10)
+    futures = [c.all_reduce([torch.ones(3)], round=RoundKey("x", 0), weight=1.0) for c in both]
+    assert all(len(future.result(15).members) == 2 for future in futures)
+    second.close()
+    alone = both[0].all_reduce([torch.ones(3)], round=RoundKey("x", 1), weight=1.0).result(5)
+    assert alone.members == (first.peer_id,)
+    assert alone.waited < 1.0
+
+
+def test_the_configuration_reaches_a_joiner(pair: tuple[Node, Node]) -> None:
+    first, second = pair
+    with pytest.raises(JoinFailed, match="nobody offers a configuration"):
+        second.fetch_config()
+    first.publish_config(json.dumps({"steps": 100, "text": "x" * 20_000}))
+    assert json.loads(second.fetch_config())["steps"] == 100
+
+
+@pytest.mark.parametrize("transport", list(Transport))
+def test_the_state_reaches_a_joiner_whole(transport: Transport) -> None:
+    settings = NetworkSettings(transport=transport, **QUICK)  # type: ignore[arg-type]
+    state = {"a/weight": torch.randn(300, 1000), "b": torch.arange(5), "empty": torch.zeros(0, 3)}
+    with_node = Node.start("state", settings=settings)
+    try:
+        with_node.serve_state(lambda: (state, {"round": 7}))
+        with_node.announce("training")
+        joiner = Node.start("state", initial_peers=[with_node.addresses[0]], settings=settings)
+        try:
+            seen: list[tuple[int, int]] = []
+            tensors, meta = joiner.fetch_state(lambda done, total: seen.append((done, total)), timeout=30)
+            assert meta == {"round": 7}
+            assert all(torch.equal(tensors[name], state[name]) for name in state)
+            assert seen[-1][0] == seen[-1][1] > 1_200_000
+            assert len(seen) > 1
+            assert joiner.bytes_received >= 1_200_000
+        finally:
+            joiner.close()
+    finally:
+        with_node.close()
+
+
+def test_a_state_beyond_the_limit_is_refused_before_it_is_downloaded() -> None:
+    donor = Node.start("limit", settings=NetworkSettings(**QUICK))  # type: ignore[arg-type]
+    try:
+        donor.serve_state(lambda: ({"w": torch.zeros(1000)}, {}))
+        donor.announce("training")
+        small = NetworkSettings(max_state_bytes=1000, **QUICK)  # type: ignore[arg-type]
+        joiner = Node.start("limit", initial_peers=[donor.addresses[0]], settings=small)
+        try:
+            with pytest.raises(JoinFailed, match="max_state_bytes is 1000"):
+                joiner.fetch_state(timeout=30)
+            assert joiner.bytes_received == 0
+        finally:
+            joiner.close()
+    finally:
+        donor.close()
+
+
+def test_a_joiner_that_finds_nobody_with_a_state_is_told_so(pair: tuple[Node, Node]) -> None:
+    with pytest.raises(JoinFailed, match="no active replica"):
+        pair[1].fetch_state(timeout=20)
+    pair[0].announce("training")
+    with pytest.raises(JoinFailed, match="holds no state yet"):
+        pair[1].fetch_state(timeout=20)
+
+
+def test_a_node_leaves_no_process_and_no_socket() -> None:
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    node = Node.start("clean")
+    folder = node._sockets
+    assert list(folder.iterdir())
+    assert {child.pid for child in psutil.Process().children(recursive=True)} - children
+    node.close()
+    node.close()
+    assert not folder.exists()
+    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in children]
+    assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_sockets_of_dead_processes_are_removed_by_the_next_node() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        stale = Path(root, "swarmkit-999999999-dead")
+        living = Path(root, f"swarmkit-{os.getpid()}-alive")
+        stale.mkdir()
+        living.mkdir()
+        fresh = make_socket_folder(Path(root))
+        assert fresh.exists()
+        assert living.exists()
+        assert not stale.exists()
+
+
+@pytest.mark.parametrize("run", ["", "with.dot", "x" * 101])
+def test_a_run_name_that_hivemind_cannot_use_is_refused(run: str) -> None:
+    with pytest.raises(ValueError, match="run name"):
+        Node.start(run)
+
+
+def test_an_unknown_heartbeat_field_is_refused(pair: tuple[Node, Node]) -> None:
+    with pytest.raises(TypeError, match="stepp"):
+        pair[0].heartbeat(stepp=1)

@@ -1,0 +1,253 @@
+"""One round as its coordinator runs it, against members that are played by the test."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from swarmkit.optim.collective import RoundKey
+from swarmkit.peers.layout import Schema
+from swarmkit.peers.session import Arrival, Decision, Report, Session
+from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.wire import Message
+
+ONE = Schema.of([torch.zeros(4)])
+OTHER = Schema.of([torch.zeros(5)])
+OK = Report(True, "", "")
+
+
+@dataclass
+class FakeRoster:
+    """Knows who is active and who is alive, without a network."""
+
+    members: list[str]
+    dead: set[str] = field(default_factory=set)
+
+    def active(self) -> list[str]:
+        return [peer for peer in self.members if peer not in self.dead]
+
+    async def is_alive(self, peer_id: str) -> bool:
+        return peer_id not in self.dead
+
+    def suspect(self, peer_id: str) -> None:
+        self.dead.add(peer_id)
+
+
+class FakeRpc:
+    """Takes calls and does nothing; remembers whom it told to abort."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    async def call(self, peer_id: str, method: str, message: Message, *, timeout: float) -> Message:
+        assert method == "abort"
+        self.aborted.append(peer_id)
+        return {}
+
+
+class Round:
+    """A session and the members that talk to it."""
+
+    def __init__(self, members: list[str], *, operation: str = "reduce", timeout: float = 5.0) -> None:
+        self.roster = FakeRoster(members)
+        self.rpc = FakeRpc()
+        key = RoundKey("test", 0)
+        self.session = Session(key, operation, timeout, self.roster, self.rpc, NetworkSettings())  # type: ignore[arg-type]
+        self.decision = asyncio.ensure_future(self.session.run())
+
+    def meet(self, peer: str, weight: float = 1.0, schema: Schema = ONE) -> "asyncio.Task[Message]":
+        arrival = Arrival(weight, schema, (0.0, peer), asyncio.get_running_loop().create_future())
+        return asyncio.ensure_future(self.session.meet(peer, arrival))
+
+    def report(self, peer: str, begin: Message, report: Report = OK) -> "asyncio.Task[Message]":
+        return asyncio.ensure_future(self.session.report(peer, str(begin["attempt"]), report))
+
+
+def in_loop(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))  # type: ignore[arg-type]
+
+
+async def finish(begins: dict[str, Message], round: Round) -> dict[str, Message]:
+    reports = {peer: round.report(peer, begin) for peer, begin in begins.items()}
+    return {peer: await task for peer, task in reports.items()}
+
+
+def test_all_members_hear_the_same_members_weights_and_attempt() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer, weight) for peer, weight in (("c", 3.0), ("a", 1.0), ("b", 2.0))}
+        begins = {peer: await task for peer, task in meets.items()}
+        assert len({str(begin) for begin in begins.values()}) == 1
+        assert begins["a"]["members"] == ["a", "b", "c"]
+        assert begins["a"]["weights"] == [1.0, 2.0, 3.0]
+        answers = await finish(begins, round)
+        assert {answer["outcome"] for answer in answers.values()} == {"commit"}
+        assert (await round.decision).members == ("a", "b", "c")
+
+    in_loop(scenario)
+
+
+def test_a_round_does_not_wait_for_a_member_that_is_dead() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"], timeout=60.0)
+        meets = {peer: round.meet(peer) for peer in ("a", "b")}
+        round.roster.dead.add("c")
+        begins = {peer: await task for peer, task in meets.items()}
+        assert begins["a"]["members"] == ["a", "b"]
+        await finish(begins, round)
+
+    in_loop(scenario)
+
+
+def test_a_round_closes_without_a_member_that_is_alive_but_does_not_come_and_tells_it_so() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"], timeout=2.0)
+        begins = {"a": await round.meet("a")}
+        late = await round.meet("b")
+        assert (late["outcome"], late["missed"]) == ("failed", True)
+        await finish(begins, round)
+        assert (await round.decision).members == ("a",)
+
+    in_loop(scenario)
+
+
+def test_a_member_that_dies_in_the_exchange_is_dropped_and_the_others_begin_again() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer) for peer in ("a", "b", "c")}
+        first = {peer: await task for peer, task in meets.items()}
+        round.roster.dead.add("c")
+        broken = round.report("a", first["a"], Report(False, "c", "stream broke"))
+        again = round.report("b", first["b"])
+        second = {"a": await broken, "b": await again}
+        assert second["a"]["outcome"] == "begin"
+        assert second["a"]["attempt"] != first["a"]["attempt"]
+        assert second["a"]["members"] == ["a", "b"]
+        answers = await finish(second, round)
+        assert {answer["outcome"] for answer in answers.values()} == {"commit"}
+
+    in_loop(scenario)
+
+
+def test_a_member_that_still_exchanges_is_told_to_abort_and_joins_the_next_attempt() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer) for peer in ("a", "b", "c")}
+        first = {peer: await task for peer, task in meets.items()}
+        round.roster.dead.add("c")
+        broken = await round.report("a", first["a"], Report(False, "c", "stream broke"))
+        assert "b" in round.rpc.aborted
+        resumed = await round.report("b", first["b"], Report(False, "", "aborted"))
+        assert resumed == broken
+
+    in_loop(scenario)
+
+
+def test_a_member_that_breaks_the_round_twice_is_excluded_and_told_why() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer) for peer in ("a", "b", "c")}
+        begins = {peer: await task for peer, task in meets.items()}
+        for _ in range(2):
+            reports = {peer: round.report(peer, begins[peer], Report(False, "c", "c sent NaN")) for peer in "abc"}
+            begins = {peer: await task for peer, task in reports.items()}
+        assert begins["a"]["members"] == ["a", "b"]
+        assert begins["c"]["outcome"] == "failed"
+        assert "c sent NaN" in str(begins["c"]["reason"])
+        await finish({peer: begins[peer] for peer in "ab"}, round)
+
+    in_loop(scenario)
+
+
+def test_the_minority_with_other_shapes_fails_at_once_with_both_shapes_and_the_majority_goes_on() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer, schema=OTHER if peer == "b" else ONE) for peer in ("a", "b", "c")}
+        begins = {peer: await task for peer, task in meets.items()}
+        assert begins["b"]["outcome"] == "failed"
+        assert "float32[4]" in str(begins["b"]["reason"])
+        assert "float32[5]" in str(begins["b"]["reason"])
+        assert begins["a"]["members"] == ["a", "c"]
+        await finish({peer: begins[peer] for peer in "ac"}, round)
+
+    in_loop(scenario)
+
+
+def test_two_members_with_different_shapes_both_fail_and_neither_has_missed_anything() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"])
+        answers = [await task for task in (round.meet("a", schema=ONE), round.meet("b", schema=OTHER))]
+        assert [(answer["outcome"], answer["missed"]) for answer in answers] == [("failed", False)] * 2
+        assert not (await round.decision).attempt
+
+    in_loop(scenario)
+
+
+def test_a_round_in_which_nobody_has_weight_fails() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"])
+        answers = [await task for task in (round.meet("a", 0.0), round.meet("b", 0.0))]
+        assert all("every weight is 0" in str(answer["reason"]) for answer in answers)
+
+    in_loop(scenario)
+
+
+def test_a_member_that_withdraws_before_the_round_begins_is_not_in_it() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        gone = round.meet("b")
+        await asyncio.sleep(0)
+        gone.cancel()
+        round.roster.members.remove("b")
+        meets = {peer: round.meet(peer) for peer in ("a", "c")}
+        begins = {peer: await task for peer, task in meets.items()}
+        assert begins["a"]["members"] == ["a", "c"]
+        await finish(begins, round)
+
+    in_loop(scenario)
+
+
+def test_a_round_that_a_joiner_holds_waits_for_it() -> None:
+    async def scenario() -> None:
+        round = Round(["a"])
+        round.session.expected.add("joiner")
+        first = round.meet("a")
+        await asyncio.sleep(0)
+        assert not first.done()
+        joiner = round.meet("joiner", 0.0)
+        begins = {"a": await first, "joiner": await joiner}
+        assert begins["a"]["weights"] == [1.0, 0.0]
+        await finish(begins, round)
+
+    in_loop(scenario)
+
+
+def test_a_silent_exchange_fails_for_all_alike_when_the_time_is_up() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"], timeout=1.5)
+        meets = {peer: round.meet(peer) for peer in ("a", "b")}
+        begins = {peer: await task for peer, task in meets.items()}
+        answer = await round.report("a", begins["a"])
+        assert answer["outcome"] == "failed"
+        assert "no report from b" in str(answer["reason"])
+
+    in_loop(scenario)
+
+
+def test_a_gathering_tells_every_member_everyones_schema() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"], operation="gather")
+        meets = {"a": round.meet("a", schema=ONE), "b": round.meet("b", schema=OTHER)}
+        begins = {peer: await task for peer, task in meets.items()}
+        assert begins["a"]["schemas"] == [ONE.to_message(), OTHER.to_message()]
+        await finish(begins, round)
+
+    in_loop(scenario)
+
+
+@pytest.mark.parametrize(("peer", "outcome", "missed"), [("a", "commit", None), ("z", "failed", True)])
+def test_whoever_asks_late_hears_the_decision_that_was_made(peer: str, outcome: str, missed: bool | None) -> None:
+    answer = Decision("attempt", ("a", "b"), (1.0, 1.0)).for_member(peer)
+    assert (answer["outcome"], answer.get("missed")) == (outcome, missed)

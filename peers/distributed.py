@@ -135,7 +135,7 @@ class TorchCollective:
     def _run(self) -> None:
         if self._mesh.device.type == "cuda":
             torch.cuda.set_device(self._mesh.device)
-        while (one := self._queue.get()) is not None and self._ended is None:
+        while self._ended is None and (one := self._queue.get()) is not None:
             try:
                 self._take_part(one)
             except RoundFailed as error:

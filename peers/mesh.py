@@ -59,15 +59,15 @@ class Mesh:
             for rank, tensor in tensors.items()
             if tensor.numel()
         ]
-        if not operations:
-            return
+        # NCCL takes all at once and can't tell whose fault it was; gloo goes one by one.
+        batches = [operations] if self.device.type == "cuda" else [[operation] for operation in operations]
         culprit = "a member"
+        works: list[tuple[str, dist.Work]] = []
         try:
-            works = dist.batch_isend_irecv(operations)
-            for number, work in enumerate(works):
-                # NCCL returns one handle for all; gloo one for each, and the one that fails names the culprit.
-                if len(works) == len(operations):
-                    culprit = f"rank{operations[number].group_peer}"
+            for batch in filter(None, batches):
+                culprit = f"rank{batch[0].group_peer}" if len(batch) == 1 else "a member"
+                works += [(culprit, work) for work in dist.batch_isend_irecv(batch)]
+            for culprit, work in works:  # noqa: B007 read in the except clause
                 self._wait(work, deadline)
         except (RuntimeError, dist.DistError) as error:
             silent = "imed out" in str(error)
@@ -92,10 +92,16 @@ class Mesh:
         if self.device.type == "cuda":
             group.abort()
             return
-        # The only way out of gloo's wait: a receive that times out closes all connections of the group.
-        with suppress(RuntimeError, dist.DistError):
-            work = group.recv([torch.empty(1)], (self.rank + 1) % self.size, _INTERRUPT_TAG)
-            work.wait(timedelta(milliseconds=1))
+        # The only way out of gloo's wait: a receive that times out closes all connections of the group. One from a rank
+        # that is known to be gone fails before that.
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            try:
+                group.recv([torch.empty(1)], rank, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+            except (RuntimeError, dist.DistError) as error:
+                if "imed out" in str(error):
+                    return
 
     def close(self) -> None:
         """Close the connections."""

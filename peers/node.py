@@ -11,6 +11,7 @@ from pathlib import Path
 
 from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
+from swarmkit.peers.directory import LIFETIME_S, announce_run, find_run
 from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p
 from swarmkit.peers.errors import JoinFailed, PeerUnreachable, ProtocolError
 from swarmkit.peers.hygiene import make_socket_folder
@@ -35,8 +36,8 @@ class Node:
     with it. All methods are called from other threads and return when done, bounded in time.
     """
 
-    def __init__(self, run: str, settings: NetworkSettings, role: str) -> None:
-        self.run = run
+    def __init__(self, run: str | None, settings: NetworkSettings, role: str) -> None:
+        self._wanted_run = run
         self.settings = settings
         self._role = role
         self._thread = NetworkThread()
@@ -49,14 +50,20 @@ class Node:
     @classmethod
     def start(
         cls,
-        run: str,
+        run: str | None = None,
         *,
         initial_peers: Sequence[str] = (),
         settings: NetworkSettings | None = None,
         role: str = "replica",
     ) -> "Node":
-        """Start a peer and find the others; raises JoinFailed naming the cause, and leaves nothing behind then."""
-        if not run or "." in run or len(run) > 100:
+        """Start a peer and find the others; raises JoinFailed naming the cause, and leaves nothing behind then.
+
+        Without a `run` it joins the only one that is known at `initial_peers`. Roles: "replica" takes part in rounds,
+        "bootstrap" keeps the DHT up, "observer" looks on and appears in no table.
+        """
+        if run is None and not initial_peers:
+            raise ValueError("a run's name or the address of a peer is needed")
+        if run is not None and (not run or "." in run or len(run) > 100):
             raise ValueError(f"run name {run!r}: must have 1 to 100 characters and no dot (hivemind's key separator)")
         node = cls(run, settings or NetworkSettings(), role)
         try:
@@ -74,6 +81,10 @@ class Node:
         self._p2p = await start_p2p(initial_peers, self.settings, self._sockets)
         self._dht = await start_dht(self._p2p, initial_peers)
         self.peer_id: str = self._p2p.peer_id.to_base58()
+        if self._wanted_run is None or (initial_peers and self._role == "observer"):
+            self.run = await find_run(self._dht, self._wanted_run)
+        else:
+            self.run = self._wanted_run
         self._rpc = Rpc(self._p2p, self.run)
         self._bulk = Bulk(self._p2p, self._rpc, self.run, self.settings)
         mine = PeerRecord(peer_id=self.peer_id, role=self._role, joined_at=get_dht_time())
@@ -84,9 +95,19 @@ class Node:
         await self._rpc.serve()
         await self._bulk.serve()
         self.addresses = _routable_first([str(address) for address in await self._p2p.get_visible_maddrs(latest=True)])
-        await self._roster.beat()
         await self._roster.refresh()
-        self._beating = asyncio.ensure_future(self._roster.run())
+        self._tasks = [asyncio.ensure_future(self._roster.run())]
+        if self._role == "replica":
+            await announce_run(self._dht, self.run)
+            self._tasks.append(asyncio.ensure_future(self._keep_records()))
+
+    async def _keep_records(self) -> None:
+        """Renew what expires on the DHT: the run's announcement and its configuration."""
+        while True:
+            await asyncio.sleep(LIFETIME_S / 3)
+            await announce_run(self._dht, self.run)
+            if self._config is not None:
+                await self._store_config()
 
     # -- the peer table ------------------------------------------------------------------------------------------------
 
@@ -250,8 +271,9 @@ class Node:
                 shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def _stop(self, state: str) -> None:
-        if hasattr(self, "_beating"):
-            self._beating.cancel()
+        if hasattr(self, "_tasks"):
+            for task in self._tasks:
+                task.cancel()
             await asyncio.wait([asyncio.ensure_future(self._roster.announce(state))], timeout=5)
             await self._coordinator.close()
         if hasattr(self, "_bulk"):

@@ -93,7 +93,8 @@ class Roster:
     async def run(self) -> None:
         """Beat and refresh for ever."""
         while True:
-            await self.beat()
+            if self.mine.role != "observer":
+                await self.beat()
             await self.refresh()
             await asyncio.sleep(self._settings.heartbeat_s)
 
@@ -134,13 +135,11 @@ class Roster:
     async def announce(self, state: str) -> None:
         """Change this peer's state and tell the others at once, not only with the next heartbeat."""
         self.mine = replace(self.mine, state=state)
+        if self.mine.role == "observer":
+            return
         await self.refresh()
-        calls = [
-            self._tell(peer_id)
-            for peer_id in self._table
-            if peer_id != self.mine.peer_id and peer_id not in self._suspects
-        ]
-        await asyncio.gather(self.beat(), *calls)
+        others = [peer for peer in self._table if peer != self.mine.peer_id and peer not in self._suspects]
+        await asyncio.gather(self.beat(), *(self._tell(peer) for peer in others))
 
     async def _tell(self, peer_id: str) -> None:
         record = encode(asdict(replace(self.mine, updated_at=get_dht_time())))
@@ -160,8 +159,10 @@ class Roster:
     # -- who is there --------------------------------------------------------------------------------------------------
 
     def table(self) -> list[PeerRecord]:
-        """All known peers, this one included, in the order in which they joined."""
-        records = {**self._table, self.mine.peer_id: self.mine}
+        """All known peers in the order in which they joined; this one too, unless it only looks on."""
+        records = dict(self._table)
+        if self.mine.role != "observer":
+            records[self.mine.peer_id] = self.mine
         return sorted(records.values(), key=lambda record: (record.joined_at, record.peer_id))
 
     def order(self, peer_id: str) -> tuple[float, str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from swarmkit.optim.collective import RoundKey
+from swarmkit.peers import directory
 from swarmkit.peers.errors import JoinFailed
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.node import Node
@@ -145,3 +146,46 @@ def test_a_run_name_that_hivemind_cannot_use_is_refused(run: str) -> None:
 def test_an_unknown_heartbeat_field_is_refused(pair: tuple[Node, Node]) -> None:
     with pytest.raises(TypeError, match="stepp"):
         pair[0].heartbeat(stepp=1)
+
+
+def test_an_address_alone_is_enough_to_find_the_run(pair: tuple[Node, Node]) -> None:
+    third = Node.start(initial_peers=[pair[1].addresses[0]])
+    try:
+        assert third.run == "pair"
+    finally:
+        third.close()
+
+
+def test_an_observer_sees_the_table_and_is_not_in_it(pair: tuple[Node, Node]) -> None:
+    observer = Node.start(initial_peers=[pair[0].addresses[0]], role="observer")
+    try:
+        assert {record.peer_id for record in observer.refresh()} == {node.peer_id for node in pair}
+        assert observer.peer_id not in {record.peer_id for record in pair[0].refresh()}
+    finally:
+        observer.close()
+
+
+def test_joining_says_which_runs_there_are() -> None:
+    bootstrap = Node.start("lobby", role="bootstrap")
+    try:
+        with pytest.raises(JoinFailed, match="runs at this address: none"):
+            Node.start(initial_peers=bootstrap.addresses)
+        runs = [Node.start(name, initial_peers=bootstrap.addresses) for name in ("alpha", "beta")]
+        try:
+            with pytest.raises(JoinFailed, match="alpha, beta; say which"):
+                Node.start(initial_peers=bootstrap.addresses)
+            with pytest.raises(JoinFailed, match="no run 'gamma'"):
+                Node.start("gamma", initial_peers=bootstrap.addresses, role="observer")
+        finally:
+            for node in runs:
+                node.close()
+    finally:
+        bootstrap.close()
+
+
+def test_a_run_that_speaks_another_protocol_is_refused_with_both_numbers(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "PROTOCOL", directory.PROTOCOL + 1)
+    with pytest.raises(JoinFailed, match="protocol 1, this peer 2: upgrade swarmkit on the run"):
+        Node.start(initial_peers=pair[0].addresses)

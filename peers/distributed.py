@@ -27,6 +27,9 @@ from .wire import decode, encode, field
 _HELLO = struct.Struct("<16sId?")
 _READY, _CANCELLED, _BROKEN = range(3)
 _MAX_OFFER_BYTES = 8 << 30
+# Who leaves right after a round may be seen to go before its last vote has been read.
+_LAST_WORDS_S = 1.0
+_FINAL = "torch.distributed can't go on without it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,10 @@ class TorchCollective:
         self._queue: queue.SimpleQueue[ReduceRound | GatherRound | None] = queue.SimpleQueue()
         self._open: set[ReduceRound | GatherRound] = set()
         self._ended: str | None = None  # why no further round is possible
+        self._closed = threading.Event()
         self._worker = threading.Thread(target=self._run, name=f"swarmkit-{self.peer_id}", daemon=True)
         self._worker.start()
+        self._mesh.watch(self._on_loss)
 
     def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
         """See Collective.all_reduce."""
@@ -107,9 +112,10 @@ class TorchCollective:
     def close(self) -> None:
         """Leave; rounds in flight end in RoundFailed, here and at the other members."""
         self._end("the collective is closed")
-        self._queue.put(None)
+        self._closed.set()
         self._mesh.interrupt()
-        self._worker.join(timeout=self._timeout)
+        # gloo may hold the worker until its time is up (see Mesh.watch); all connections are closed and no one waits.
+        self._worker.join(timeout=_LAST_WORDS_S)
         self._mesh.close()
 
     def _submit(self, one: ReduceRound | GatherRound) -> None:
@@ -127,8 +133,14 @@ class TorchCollective:
         with self._lock:
             self._ended = self._ended or reason
             rounds, self._open = self._open, set()
+        self._queue.put(None)
         for one in rounds:
             one.fail(reason)
+
+    def _on_loss(self, reason: str) -> None:
+        if not self._closed.wait(_LAST_WORDS_S):
+            self._end(f"{reason}; {_FINAL}")
+            self._mesh.interrupt()
 
     # -- in the worker thread ------------------------------------------------------------------------------------------
 
@@ -141,7 +153,7 @@ class TorchCollective:
             except RoundFailed as error:
                 one.fail(error.reason)
             except PeerUnreachable as error:
-                self._end(f"{error}; torch.distributed can't go on without it")
+                self._end(f"{error}; {_FINAL}")
             except Exception as error:  # noqa: BLE001 the outermost loop of a thread: no future may be left open
                 self._end(f"{type(error).__name__}: {error}")
             with self._lock:

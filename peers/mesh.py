@@ -4,7 +4,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .errors import JoinFailed, PeerUnreachable
 
-# A tag that no exchange uses: see `interrupt`.
-_INTERRUPT_TAG = 77
+# Tags that no exchange uses: see `interrupt` and `watch`.
+_INTERRUPT_TAG, _WATCH_TAG = 77, 78
+_FOR_EVER = timedelta(days=100)
 
 
 class Mesh:
@@ -83,6 +84,29 @@ class Mesh:
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def watch(self, on_loss: Callable[[str], None]) -> None:
+        """Call `on_loss` (from another thread, with a reason) for every rank that is gone, while the mesh is open.
+
+        gloo needs this: when a connection breaks, operations that wait end, but one whose bytes are under way does not.
+        """
+        if self.device.type == "cuda":
+            return
+        for rank in range(self.size):
+            if rank != self.rank:
+                name = f"swarmkit-watch-{rank}"
+                threading.Thread(target=self._watch, args=(rank, on_loss), name=name, daemon=True).start()
+
+    def _watch(self, rank: int, on_loss: Callable[[str], None]) -> None:
+        group = self._group
+        try:
+            if group is not None:
+                work = group.recv([torch.empty(1)], rank, _WATCH_TAG)
+                del group  # or its connections would stay open for as long as we watch
+                work.wait(_FOR_EVER)
+        except (RuntimeError, dist.DistError) as error:
+            if "Application timeout" not in str(error):  # that is our own doing
+                on_loss(f"rank{rank} is gone: {_brief(error)}")
 
     def interrupt(self) -> None:
         """End an exchange that another thread waits in, and every later one; the other ranks notice at once."""

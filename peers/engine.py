@@ -1,5 +1,6 @@
 """The one place that imports hivemind: its DHT node and P2P, set up so that nothing outlives this process."""
 
+import asyncio
 import os
 import warnings
 from collections.abc import Sequence
@@ -44,8 +45,9 @@ async def start_p2p(initial_peers: Sequence[str], settings: NetworkSettings, soc
     public = settings.host not in ("127.0.0.1", "localhost", "::1")
     protocol = "ip6" if ":" in settings.host else "ip4"
     host = "127.0.0.1" if settings.host == "localhost" else settings.host
+    children: list[asyncio.subprocess.Process] = []
     try:
-        with children_die_with_us():
+        with children_die_with_us() as children:
             return await P2P.create(
                 initial_peers=list(initial_peers) or None,
                 host_maddrs=[f"/{protocol}/{host}/tcp/{settings.port}"],
@@ -60,6 +62,10 @@ async def start_p2p(initial_peers: Sequence[str], settings: NetworkSettings, soc
                 idle_timeout=600,
             )
     except (P2PDaemonError, OSError, ValueError) as error:
+        for child in children:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
         raise JoinFailed(_explain(initial_peers, error)) from error
 
 

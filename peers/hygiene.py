@@ -28,17 +28,23 @@ _EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.arg
 
 
 @contextmanager
-def children_die_with_us() -> Iterator[None]:
-    """Give every asyncio subprocess started meanwhile a parent-death signal: P2P.create has no hook for it."""
+def children_die_with_us() -> Iterator[list[asyncio.subprocess.Process]]:
+    """Give every asyncio subprocess started meanwhile a parent-death signal: P2P.create has no hook for it.
+
+    Yields the list of these processes: P2P.create forgets its own when it fails.
+    """
+    children: list[asyncio.subprocess.Process] = []
     original = asyncio.subprocess.create_subprocess_exec
 
     async def create(program: str, *args: str, **options: object) -> asyncio.subprocess.Process:
-        return await original(sys.executable, "-I", "-S", "-c", _EXEC, program, *args, **options)  # type: ignore[arg-type]
+        prefix = (sys.executable, "-I", "-S", "-c", _EXEC) if _LIBC is not None else ()
+        child = await original(*prefix, program, *args, **options)  # type: ignore[arg-type]
+        children.append(child)
+        return child
 
-    if _LIBC is not None:
-        asyncio.subprocess.create_subprocess_exec = create  # type: ignore[assignment]
+    asyncio.subprocess.create_subprocess_exec = create  # type: ignore[assignment]
     try:
-        yield
+        yield children
     finally:
         asyncio.subprocess.create_subprocess_exec = original
 

@@ -106,7 +106,7 @@ def local_harness() -> Harness:
 
 # -- TorchCollective: gloo -------------------------------------------------------------------------------------------
 
-TORCH_TIMEOUT = 4.0
+TORCH_TIMEOUT = 3.0
 
 
 class TorchKind(Kind):

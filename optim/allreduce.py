@@ -1,0 +1,85 @@
+"""AllReduce: average the gradients in every step, the baseline that all else is measured against."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmkit.optim.synced import Closure, SyncedOptimizer
+
+
+class AllReduce(SyncedOptimizer):
+    """Average the gradients over the replicas before every inner step, as data parallelism does.
+
+    Each contribution is weighted by the samples it was computed from (`samples`). Gradients of a failed round are kept
+    and averaged into the next one by weight. A parameter without a gradient on one peer counts as zero there; one
+    without a gradient anywhere is left alone, as its optimizer would.
+    """
+
+    round_name = "gradients"
+
+    def __init__(self, inner: torch.optim.Optimizer, **options: Any) -> None:  # noqa: ANN401 - see SyncedOptimizer
+        if options.get("sync") is not None:
+            raise ValueError("sync: AllReduce synchronises in every step; LocalSGD and DiLoCo have windows")
+        super().__init__(inner, **options)
+        self._kept: list[Tensor] = []
+        self._kept_weight = 0.0
+
+    def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401
+        """Average the gradients and take one inner step with the mean."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._unscale():
+            # Overflowed: what is not finite is not sent, and the others' mean is applied here as well.
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+        self._window = 1
+        self.step_count += 1
+        self._unsent_steps += 1
+        self._synchronise()
+        return loss
+
+    def _contribution(self, observe: bool) -> list[Tensor]:
+        like = self._parameters
+        if observe:
+            return [torch.zeros_like(p) for p in like] + [torch.zeros(len(like))]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in like]
+        present = torch.tensor([float(p.grad is not None) for p in like])
+        if self._kept:
+            total = self._weight()
+            gradients = list(torch._foreach_mul(gradients, 1 - self._kept_weight / total))
+            torch._foreach_add_(gradients, self._kept[:-1], alpha=self._kept_weight / total)
+            present = torch.maximum(present, self._kept[-1])
+        return [*gradients, present]
+
+    def _weight(self) -> float:
+        return self._kept_weight + (self.samples if self.samples > 0 else 1.0)
+
+    def _on_failure(self, contribution: list[Tensor], weight: float) -> None:
+        if weight > 0:
+            self._kept = [tensor.clone() for tensor in contribution[: len(self._parameters) + 1]]
+            self._kept_weight = weight
+            self.samples = 0.0
+
+    def _apply(self, mean: list[Tensor]) -> float:
+        *gradients, present = mean
+        self._kept, self._kept_weight = [], 0.0
+        for parameter, gradient, share in zip(self._parameters, gradients, present.tolist(), strict=True):
+            parameter.grad = gradient if share > 0 else None
+        self.inner.step()
+        torch._foreach_copy_(self._anchor, self._parameters)
+        return float(torch.stack(torch._foreach_norm(gradients)).norm()) if gradients else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """See SyncedOptimizer; gradients kept from a failed round are part of it."""
+        return super().state_dict() | {"kept": [t.clone() for t in self._kept], "kept_weight": self._kept_weight}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See SyncedOptimizer."""
+        super().load_state_dict(state_dict)
+        self._kept = list(state_dict["kept"])
+        self._kept_weight = state_dict["kept_weight"]

@@ -1,0 +1,99 @@
+"""DiLoCo: an outer Nesterov step on the averaged pseudo-gradient every H inner steps (arXiv 2311.08105)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmkit.optim.synced import SyncedOptimizer
+
+
+class DiLoCo(SyncedOptimizer):
+    """Train alone for H inner steps, then move the anchor along the averaged pseudo-gradient (Alg. 1).
+
+    The pseudo-gradient is the anchor minus the local parameters; the outer optimizer is torch's SGD with Nesterov
+    momentum, so v = mu v + g and anchor -= lr (g + mu v): the first outer step moves 1 + mu times outer_lr times the
+    mean, and a constant pseudo-gradient in the end 1 / (1 - mu) times. The anchor and the momentum are float32 whatever
+    the parameters are; a pseudo-gradient counts from the rounded anchor that training started from, so that rounding is
+    never taken for progress. With `outer_lr=1, outer_momentum=0` the outer step is the mean of the parameters: then
+    these are sent instead, and one peer equals its inner optimizer bit for bit.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        **options: Any,  # noqa: ANN401 - see SyncedOptimizer
+    ) -> None:
+        if not outer_lr >= 0:
+            raise ValueError(f"outer_lr={outer_lr}: must not be negative")
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(f"outer_momentum={outer_momentum}: must be at least 0 and below 1")
+        self._outer_lr = outer_lr
+        self._outer_momentum = outer_momentum
+        self._nesterov = nesterov and outer_momentum > 0
+        self._is_mean = outer_lr == 1 and outer_momentum == 0
+        super().__init__(inner, **options)
+
+    @property
+    def round_name(self) -> str:  # type: ignore[override]
+        """Peers whose outer steps need different payloads must not meet."""
+        return "parameters" if self._is_mean else "pseudo-gradients"
+
+    def _adopt_parameters(self) -> None:
+        super()._adopt_parameters()
+        self.outer = torch.optim.SGD(
+            self._anchor, lr=self._outer_lr, momentum=self._outer_momentum, nesterov=self._nesterov, foreach=True
+        )
+
+    def _contribution(self, observe: bool) -> list[Tensor]:
+        if self._is_mean:
+            return [torch.zeros_like(p) if observe else p.detach() for p in self._parameters]
+        if observe:
+            return [torch.zeros_like(anchor) for anchor in self._anchor]
+        local = [p.detach().to(a) for p, a in zip(self._parameters, self._anchor, strict=True)]
+        return list(torch._foreach_sub(self._start(), local))
+
+    def _start(self) -> list[Tensor]:
+        """Where the local steps started from: the anchor, rounded as the parameters are."""
+        return [
+            a if p.dtype == a.dtype else a.to(p.dtype).to(a)
+            for p, a in zip(self._parameters, self._anchor, strict=True)
+        ]
+
+    def _apply(self, mean: list[Tensor]) -> float:
+        if self._is_mean:
+            held = [tensor.to(anchor) for tensor, anchor in zip(mean, self._anchor, strict=True)]
+            norm = torch.stack(torch._foreach_norm(torch._foreach_sub(self._anchor, held))).norm()
+            torch._foreach_copy_(self._anchor, held)
+        else:
+            for anchor, gradient in zip(self._anchor, mean, strict=True):
+                anchor.grad = gradient.to(anchor)
+            norm = torch.stack(torch._foreach_norm(mean)).norm()
+            self.outer.step()
+            self.outer.zero_grad()
+        self._restore_parameters()
+        return float(norm)
+
+    def _outer_tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for i, anchor in enumerate(self._anchor):
+            buffer = self.outer.state.get(anchor, {}).get("momentum_buffer")
+            if buffer is not None:
+                found[f"{self._name(i)}/momentum_buffer"] = buffer
+        return found
+
+    def _load_outer(self, tensors: dict[str, Tensor]) -> None:
+        for i, anchor in enumerate(self._anchor):
+            name = f"{self._name(i)}/momentum_buffer"
+            buffer = tensors.pop(name, None)
+            if buffer is None:
+                self.outer.state.pop(anchor, None)
+            elif buffer.shape != anchor.shape or buffer.dtype != anchor.dtype:
+                raise ValueError(f"outer tensor {name!r} is {buffer.dtype}{list(buffer.shape)}")
+            else:
+                self.outer.state[anchor] = {"momentum_buffer": buffer.to(anchor.device, copy=True)}
+        super()._load_outer(tensors)

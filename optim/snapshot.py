@@ -1,0 +1,70 @@
+"""Names for what lies in a snapshot: the inner optimizer's tensors, and the digest that peers compare."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def take(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """BLAKE2b (16 bytes, hex) over names, dtypes, shapes and bytes, in the mapping's order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}:{flat.dtype}:{tuple(flat.shape)};".encode())
+        if flat.numel():
+            digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def inner_tensors(
+    inner: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, float | int | bool]]]:
+    """The inner optimizer's state as tensors named parameter/key, and what of it are plain numbers."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, float | int | bool]] = {}
+    for name, parameter in parameters.items():
+        for key, value in inner.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = take(value)
+            elif isinstance(value, int | float | bool):
+                numbers.setdefault(name, {})[key] = value
+    return tensors, numbers
+
+
+def load_inner_tensors(
+    inner: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give the inner optimizer the state that `inner_tensors` named; raises ValueError for unknown parameters."""
+    found: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        found.setdefault(name, {})[key] = tensor
+    unknown = sorted(set(found) - set(parameters))
+    if unknown:
+        raise ValueError(f"inner state of {unknown[0]!r}, a parameter that is unknown here")
+    for name, state in found.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameters[name].shape:
+                raise ValueError(f"inner state {name}/{key} has shape {list(value.shape)}")
+    for name, parameter in parameters.items():
+        inner.state[parameter] = {key: _placed(key, value, parameter) for key, value in found.get(name, {}).items()}
+        if not inner.state[parameter]:
+            del inner.state[parameter]
+
+
+def _placed(key: str, value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - state values are of any kind
+    if not isinstance(value, Tensor):
+        return value
+    # As in torch's own load_state_dict: step counters stay where the kernels want them, on the CPU.
+    return value.clone() if key == "step" else value.to(parameter.device, copy=True)

@@ -1,0 +1,399 @@
+"""SyncedOptimizer: the base that every strategy shares, an ordinary torch optimizer that meets its peers in rounds."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from swarmkit.optim.collective import Collective, Reduced, RoundKey
+from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.schedule import Every, Schedule
+from swarmkit.optim.snapshot import digest_tensors, inner_tensors, load_inner_tensors, take
+
+Closure = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """What one round did, for metrics."""
+
+    round: int
+    step: int  # inner steps completed when the round closed
+    window: int  # H: inner steps since the last round
+    members: tuple[str, ...] = ()
+    weight: float = 0.0  # what this peer contributed with
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0  # how long the round took
+    waited: float = 0.0  # of these, until the slowest member had come
+    overlap: float = 0.0  # share of the round hidden behind computation
+    pseudo_gradient_norm: float = 0.0  # L2 norm of the averaged update
+    failed: str | None = None  # why nothing was applied, or why nothing was contributed
+    missed: bool = False  # the others closed the round without this peer
+
+
+class SyncedOptimizer(torch.optim.Optimizer):
+    """Wraps an inner optimizer and synchronises with the other replicas when the schedule says so.
+
+    It shares the inner optimizer's parameter groups and state, so learning-rate schedulers, gradient clipping,
+    closures and `torch.amp.GradScaler` work on it as on any optimizer. A failed round never raises: nothing of it is
+    applied, the local work is kept and offered again in the next round, and `on_round` hears why. Frozen parameters
+    (`requires_grad=False`) are neither sent nor kept.
+    """
+
+    # GradScaler then calls step() on overflow too, so that this peer still comes to the round it is expected in.
+    _step_supports_amp_scaling = True
+    round_name: ClassVar[str]
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        collective: Collective,
+        sync: Schedule | None = None,
+        names: Mapping[Tensor, str] | None = None,
+        buffers: Sequence[Tensor] = (),
+        offload: torch.device | str | None = None,
+    ) -> None:
+        """Wrap `inner`.
+
+        `names` maps parameters to the names that snapshots and error messages use (see `parameter_names`);
+        `buffers` are floating-point tensors, like BatchNorm statistics, that each round averages as they are;
+        `offload` names the device that holds the anchor and the outer state.
+        """
+        self.inner = inner
+        self.collective = collective
+        self.sync: Schedule = sync if sync is not None else Every(1)
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self._names = names
+        self._offload = torch.device(offload) if offload is not None else None
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._lock = threading.RLock()
+        self.round = 0
+        self.step_count = 0
+        self.samples = 0.0
+        self._unsent_steps = 0  # since the last round that took what this peer had
+        self.needs_state = False
+        self.on_round: list[Callable[[RoundReport], None]] = []
+        self.last_report: RoundReport | None = None
+        self._synced_step = 0  # step_count at the last closed or failed round
+        self._window: int | None = None  # H of the running window; None until its first step
+        self._adopt_parameters()
+
+    # -- what a strategy defines -------------------------------------------------------------------------------------
+
+    def _contribution(self, observe: bool) -> list[Tensor]:
+        """What this peer offers to a round; zeros of the same shapes when it only observes."""
+        raise NotImplementedError
+
+    def _apply(self, mean: list[Tensor]) -> float:
+        """Apply a round's mean and return the L2 norm of the averaged update; called under the lock."""
+        raise NotImplementedError
+
+    def _outer_tensors(self) -> dict[str, Tensor]:
+        """Outer state by name, for snapshots."""
+        return {}
+
+    def _load_outer(self, tensors: dict[str, Tensor]) -> None:
+        """Adopt outer state from a snapshot; raises ValueError naming what does not fit."""
+        if tensors:
+            raise ValueError(f"unknown outer state {sorted(tensors)[:3]}")
+
+    # -- an ordinary optimizer ---------------------------------------------------------------------------------------
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group, which schedules look at."""
+        return float(self.param_groups[0]["lr"])
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The trainable parameters, each once, in order."""
+        seen: set[int] = set()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, before the first step only: the members' payloads must stay alike."""
+        if not hasattr(self, "round"):
+            super().add_param_group(param_group)
+            return
+        if self.step_count:
+            raise ValueError("parameters can only be added before the first step: peers must agree on the payload")
+        self.inner.add_param_group(param_group)
+        self._adopt_parameters()
+
+    def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401 - as in torch: what the closure returns
+        """Take one inner step, and synchronise when the window is full."""
+        if self._window is None:
+            self._window = self.sync.next_window(self.step_count, self.lr)
+        loss = self._inner_step(closure)
+        self.step_count += 1
+        self._unsent_steps += 1
+        if self.step_count - self._synced_step >= self._window:
+            self._synchronise()
+        return loss
+
+    def _inner_step(self, closure: Closure | None) -> Any:  # noqa: ANN401
+        if self._unscale():
+            with self._lock:
+                return self.inner.step(closure) if closure is not None else self.inner.step()
+        return None
+
+    def _unscale(self) -> bool:
+        """Undo GradScaler's scale where it has not; False when this step's gradients overflowed."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return True
+        if found_inf.item() > 0:
+            return False
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, (1.0 / scale.double()).to(gradients[0].dtype).to(gradients[0].device))
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Synchronise what the running window holds; nothing happens right after a round."""
+        if self.step_count > self._synced_step:
+            self._synchronise()
+
+    def observe_round(self) -> None:
+        """Take part in the current round without contributing and adopt its result, after `load_snapshot`.
+
+        The step count then is that of the others. Raises RoundFailed when the round gave no result.
+        """
+        if self._window is None:
+            self._window = self.sync.next_window(self._synced_step, self.lr)
+        self.step_count = self._synced_step + self._window
+        report = self._synchronise(observe=True)
+        if report.failed is not None:
+            raise RoundFailed(report.failed, missed=report.missed)
+
+    def _synchronise(self, observe: bool = False) -> RoundReport:
+        contribution, weight, trouble = self._offer(observe)
+        report = RoundReport(
+            round=self.round, step=self.step_count, window=self.step_count - self._synced_step, weight=weight
+        )
+        try:
+            key = RoundKey(self.round_name, self.round)
+            reduced = self.collective.all_reduce(contribution, round=key, weight=weight).result()
+        except RoundFailed as error:
+            self._on_failure(contribution, weight)
+            report = replace(report, failed=trouble or error.reason, missed=error.missed)
+            self.needs_state = self.needs_state or error.missed
+        else:
+            report = self._on_success(reduced, report, trouble)
+        self._window = None
+        self._synced_step = self.step_count
+        self.round += 1
+        self.last_report = report
+        for callback in self.on_round:
+            callback(report)
+        return report
+
+    def _offer(self, observe: bool) -> tuple[list[Tensor], float, str | None]:
+        """This peer's contribution and weight; values that are not finite are never sent."""
+        if observe:
+            return self._contribution(observe=True) + [torch.zeros_like(b) for b in self._buffers], 0.0, None
+        contribution = self._contribution(observe=False) + self._buffers
+        if all_finite(contribution):
+            return contribution, self._weight(), None
+        trouble = f"values on peer {self.collective.peer_id} are not finite: it contributed nothing"
+        return [torch.zeros_like(tensor) for tensor in contribution], 0.0, trouble
+
+    def _weight(self) -> float:
+        """Samples behind the contribution; steps, when nobody counts samples."""
+        return self.samples if self.samples > 0 else float(self._unsent_steps)
+
+    def _on_success(self, reduced: Reduced, report: RoundReport, trouble: str | None) -> RoundReport:
+        split = len(reduced.tensors) - len(self._buffers)
+        with self._lock, torch.no_grad():
+            norm = self._apply(reduced.tensors[:split])
+            if self._buffers:
+                torch._foreach_copy_(self._buffers, reduced.tensors[split:])
+        self.samples, self._unsent_steps = 0.0, 0
+        return replace(
+            report,
+            members=reduced.members,
+            bytes_sent=reduced.bytes_sent,
+            bytes_received=reduced.bytes_received,
+            seconds=reduced.seconds,
+            waited=reduced.waited,
+            pseudo_gradient_norm=norm,
+            failed=trouble if trouble is not None and len(reduced.members) == 1 else None,
+        )
+
+    def _on_failure(self, contribution: list[Tensor], weight: float) -> None:
+        """Keep what a failed round did not take; parameters that drift on need nothing."""
+
+    # -- the anchor --------------------------------------------------------------------------------------------------
+
+    def _adopt_parameters(self) -> None:
+        """Make the present parameters the anchor."""
+        self._parameters = list(self.parameters())
+        self._anchor = [self._held(parameter) for parameter in self._parameters]
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        """A copy in float32 or wider, on the offload device; pinned there when that speeds transfers."""
+        wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+        held = tensor.detach().to(device=self._offload or tensor.device, dtype=wide, copy=True)
+        pin = tensor.is_cuda and held.device.type == "cpu"
+        return held.pin_memory() if pin else held
+
+    def _restore_parameters(self) -> None:
+        """Set the parameters to the anchor, rounded to their own dtypes."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._anchor, non_blocking=True)
+
+    def _name(self, index: int) -> str:
+        parameter = self._parameters[index]
+        name = self._names.get(parameter) if self._names is not None else None
+        return name if name is not None else f"parameter{index}"
+
+    def anchor(self) -> dict[str, Tensor]:
+        """What all members agreed on last, by parameter name: views, not to be written to."""
+        return {self._name(i): anchor for i, anchor in enumerate(self._anchor)}
+
+    def digest(self) -> str:
+        """Fingerprint of the anchor: equal on two peers exactly when the anchors are."""
+        with self._lock:
+            return digest_tensors(self.anchor())
+
+    # -- snapshots and state -----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A consistent copy of the shared state, for a joiner or a checkpoint that any number of peers can resume.
+
+        It holds the anchor, the outer state, buffers and, as a good start for a joiner's own, the inner state. Safe to
+        call from another thread; training goes on while a round is waited for.
+        """
+        with self._lock:
+            tensors = {f"anchor/{name}": take(tensor) for name, tensor in self.anchor().items()}
+            tensors |= {f"outer/{name}": take(tensor) for name, tensor in self._outer_tensors().items()}
+            tensors |= {f"buffer/{i}": take(buffer) for i, buffer in enumerate(self._buffers)}
+            inner, scalars = inner_tensors(self.inner, {self._name(i): p for i, p in enumerate(self._parameters)})
+            tensors |= {f"inner/{name}": tensor for name, tensor in inner.items()}
+            meta = {
+                "strategy": type(self).__name__,
+                "round": self.round,
+                "step": self._synced_step,
+                "window": self._window,
+                "inner": scalars,
+            }
+        return tensors, meta
+
+    def load_snapshot(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Adopt a snapshot whole, or raise ValueError naming what does not fit and change nothing."""
+        if meta.get("strategy") != type(self).__name__:
+            raise ValueError(f"the snapshot is of strategy {meta.get('strategy')}, this is {type(self).__name__}")
+        parts: dict[str, dict[str, Tensor]] = {"anchor": {}, "outer": {}, "buffer": {}, "inner": {}}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind not in parts:
+                raise ValueError(f"unknown tensor {name!r} in the snapshot")
+            parts[kind][rest] = tensor
+        self._check("anchor", parts["anchor"], self.anchor())
+        self._check("buffer", parts["buffer"], {str(i): buffer for i, buffer in enumerate(self._buffers)})
+        counts = [meta.get(name) for name in ("round", "step")]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"round and step must be counts, got {counts}")
+        window = meta.get("window")
+        if window is not None and not (type(window) is int and window > 0):
+            raise ValueError(f"window={window!r}: must be a positive number of steps or nothing")
+        named = {self._name(i): parameter for i, parameter in enumerate(self._parameters)}
+        with self._lock, torch.no_grad():
+            self._load_outer(parts["outer"])
+            load_inner_tensors(self.inner, named, parts["inner"], meta.get("inner") or {})
+            torch._foreach_copy_(self._anchor, [parts["anchor"][name] for name in self.anchor()])
+            for i, buffer in enumerate(self._buffers):
+                buffer.copy_(parts["buffer"][str(i)])
+            self._restore_parameters()
+            self.round = int(meta["round"])
+            self.step_count = self._synced_step = int(meta["step"])
+            self._window = window
+            self.samples, self._unsent_steps = 0.0, 0
+            self.needs_state = False
+
+    @staticmethod
+    def _check(kind: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+        for name, tensor in wanted.items():
+            if name not in found:
+                raise ValueError(f"{kind} tensor {name!r} is missing from the snapshot")
+            if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
+                raise ValueError(
+                    f"{kind} tensor {name!r} is {found[name].dtype}{list(found[name].shape)} in the snapshot, "
+                    f"{tensor.dtype}{list(tensor.shape)} here"
+                )
+        unknown = sorted(set(found) - set(wanted))
+        if unknown:
+            raise ValueError(f"{kind} tensor {unknown[0]!r} of the snapshot is unknown here")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the parameters: resumes bit-exactly, in the middle of a window too."""
+        with self._lock:
+            return {
+                "inner": self.inner.state_dict(),
+                "anchor": [anchor.clone() for anchor in self._anchor],
+                "outer": {name: tensor.clone() for name, tensor in self._outer_tensors().items()},
+                "counters": {
+                    "round": self.round,
+                    "step_count": self.step_count,
+                    "synced_step": self._synced_step,
+                    "window": self._window,
+                    "samples": self.samples,
+                    "unsent_steps": self._unsent_steps,
+                },
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Adopt a `state_dict`; the parameters come from the model's own."""
+        if len(state_dict["anchor"]) != len(self._anchor):
+            raise ValueError(f"state of {len(state_dict['anchor'])} parameters, this optimizer has {len(self._anchor)}")
+        with self._lock, torch.no_grad():
+            self.inner.load_state_dict(state_dict["inner"])
+            self.param_groups = self.inner.param_groups
+            self.state = self.inner.state
+            torch._foreach_copy_(self._anchor, list(state_dict["anchor"]))
+            self._load_outer(dict(state_dict["outer"]))
+            counters = state_dict["counters"]
+            self.round = counters["round"]
+            self.step_count = counters["step_count"]
+            self._synced_step = counters["synced_step"]
+            self._window = counters["window"]
+            self.samples = counters["samples"]
+            self._unsent_steps = counters["unsent_steps"]
+
+
+def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
+    """Names of a model's parameters for `SyncedOptimizer(names=...)`; a tied parameter has its first name."""
+    names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(parameter, name)
+    return names
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """True when no tensor holds NaN or infinity: one norm per tensor, one comparison for all."""
+    floats = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not floats:
+        return True
+    norms = torch.stack([norm.double().cpu() for norm in torch._foreach_norm(floats)])
+    if math.isfinite(norms.sum().item()):
+        return True
+    # A norm of finite values may overflow; only then look at each value.
+    return all(bool(torch.isfinite(tensor).all()) for tensor in floats)

@@ -1,0 +1,206 @@
+"""LocalSwarm: replicas as threads of one process, for tests and simulations; deterministic, and it can lose members."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from swarmkit.optim.collective import Gathered, Reduced, RoundKey
+from swarmkit.optim.errors import RoundFailed
+from swarmkit.peers.layout import Schema
+from swarmkit.peers.reduction import check_payload, check_reducible, is_finite, weighted_mean
+
+T = TypeVar("T")
+Operation = Literal["reduce", "gather"]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    tensors: list[Tensor]
+    weight: float
+    future: Future[Any]
+    started: float
+
+
+@dataclass(slots=True)
+class _Round:
+    operation: Operation
+    timer: threading.Timer
+    arrivals: dict[str, _Arrival] = field(default_factory=dict)
+    last_arrival: float = 0.0
+
+
+class LocalSwarm:
+    """`size` members that meet in this process; a round closes when all who live have come, or in `round_timeout`.
+
+    Results are what the members of a network would compute, bit for bit; the counted bytes are what a butterfly
+    all-reduce and a full exchange would send.
+    """
+
+    def __init__(self, size: int, *, round_timeout: float = 30.0) -> None:
+        if size < 1:
+            raise ValueError(f"size={size}: a swarm needs at least one member")
+        self._timeout = round_timeout
+        self._lock = threading.Lock()
+        self._rounds: dict[RoundKey, _Round] = {}
+        self._closed: dict[str, int] = {}  # round name -> highest index that closed
+        self._alive = [f"local{rank}" for rank in range(size)]
+        self._order = list(self._alive)
+        self.collectives = [LocalCollective(self, peer_id) for peer_id in self._order]
+
+    def run(self, task: Callable[["LocalCollective", int], T], timeout: float = 120.0) -> list[T]:
+        """Run `task(collective, rank)` for each living member in a thread of its own; raises the first error.
+
+        A member whose task ends or fails leaves, so that the others do not wait for it.
+        """
+        members = [(rank, c) for rank, c in enumerate(self.collectives) if c.peer_id in self._alive]
+        with ThreadPoolExecutor(len(members), thread_name_prefix="member") as pool:
+            futures = [pool.submit(self._run_one, task, collective, rank) for rank, collective in members]
+            return [future.result(timeout) for future in futures]
+
+    def _run_one(self, task: Callable[["LocalCollective", int], T], collective: "LocalCollective", rank: int) -> T:
+        try:
+            return task(collective, rank)
+        except BaseException:
+            self.kill(collective.peer_id)
+            raise
+
+    def kill(self, peer_id: str) -> None:
+        """Lose a member as by kill -9: what it offered is void and nobody waits for it any more."""
+        with self._lock:
+            if peer_id not in self._alive:
+                return
+            self._alive.remove(peer_id)
+            for key in list(self._rounds):
+                arrival = self._rounds[key].arrivals.pop(peer_id, None)
+                if arrival is not None and arrival.future.set_running_or_notify_cancel():
+                    arrival.future.set_exception(RoundFailed(f"{peer_id} left"))
+                self._close_if_complete(key)
+
+    def revive(self, peer_id: str) -> "LocalCollective":
+        """Let a member come back, or a new one join; rounds wait for it from now on."""
+        with self._lock:
+            if peer_id not in self._order:
+                self._order.append(peer_id)
+            if peer_id not in self._alive:
+                self._alive.append(peer_id)
+            collective = LocalCollective(self, peer_id)
+            self.collectives = [c for c in self.collectives if c.peer_id != peer_id] + [collective]
+            return collective
+
+    def offer(
+        self, peer_id: str, operation: Operation, tensors: list[Tensor], key: RoundKey, weight: float
+    ) -> Future[Any]:
+        """Bring a member's contribution to a round."""
+        future: Future[Any] = Future()
+        now = time.monotonic()
+        with self._lock:
+            if peer_id not in self._alive:
+                future.set_exception(RoundFailed(f"{peer_id} has left the swarm"))
+                return future
+            if key.index <= self._closed.get(key.name, -1) and key not in self._rounds:
+                future.set_exception(RoundFailed(f"round {key} closed without this peer", missed=True))
+                return future
+            if key not in self._rounds:
+                timer = threading.Timer(self._timeout, self._expire, (key,))
+                timer.daemon = True
+                self._rounds[key] = _Round(operation, timer)
+                timer.start()
+            self._rounds[key].arrivals[peer_id] = _Arrival(tensors, weight, future, now)
+            self._rounds[key].last_arrival = now
+            future.add_done_callback(lambda done: self._withdraw(key, peer_id) if done.cancelled() else None)
+            self._close_if_complete(key)
+        return future
+
+    def _withdraw(self, key: RoundKey, peer_id: str) -> None:
+        with self._lock:
+            if key in self._rounds:
+                self._rounds[key].arrivals.pop(peer_id, None)
+
+    def _expire(self, key: RoundKey) -> None:
+        with self._lock:
+            if key in self._rounds:
+                self._close(key)
+
+    def _close_if_complete(self, key: RoundKey) -> None:
+        if set(self._alive) <= set(self._rounds[key].arrivals):
+            self._close(key)
+
+    def _close(self, key: RoundKey) -> None:
+        round = self._rounds.pop(key)
+        round.timer.cancel()
+        self._closed[key.name] = max(key.index, self._closed.get(key.name, -1))
+        members = [p for p in self._order if p in round.arrivals]
+        members = [p for p in members if round.arrivals[p].future.set_running_or_notify_cancel()]
+        arrivals = [round.arrivals[peer] for peer in members]
+        try:
+            results = _reduce(arrivals) if round.operation == "reduce" else _gather(arrivals)
+        except ValueError as error:
+            for arrival in arrivals:
+                arrival.future.set_exception(RoundFailed(f"round {key}: {error}"))
+            return
+        for arrival, result, sent, received in results:
+            stats: dict[str, Any] = {
+                "members": tuple(members),
+                "weights": tuple(a.weight for a in arrivals),
+                "bytes_sent": sent,
+                "bytes_received": received,
+                "seconds": time.monotonic() - arrival.started,
+                "waited": round.last_arrival - arrival.started,
+            }
+            arrival.future.set_result(
+                Reduced(tensors=result, **stats) if round.operation == "reduce" else Gathered(payloads=result, **stats)
+            )
+
+
+_Result = tuple[_Arrival, Any, int, int]
+
+
+def _reduce(arrivals: list[_Arrival]) -> list[_Result]:
+    schemas = [Schema.of(arrival.tensors) for arrival in arrivals]
+    for schema in schemas[1:]:
+        if schema != schemas[0]:
+            raise ValueError(f"tensors differ between members: {schemas[0]} and {schema}")
+    weights = [arrival.weight for arrival in arrivals]
+    if arrivals and sum(weights) <= 0:
+        raise ValueError("every weight is 0: nobody contributed")
+    means = [weighted_mean(parts, weights) for parts in zip(*(a.tensors for a in arrivals), strict=True)]
+    if not all(is_finite(mean) for mean in means):
+        raise ValueError("the mean overflows its dtype")
+    count = len(arrivals)
+    moved = [2 * (count - 1) * schema.num_bytes // count for schema in schemas]
+    return [(a, [mean.clone() for mean in means], sent, sent) for a, sent in zip(arrivals, moved, strict=True)]
+
+
+def _gather(arrivals: list[_Arrival]) -> list[_Result]:
+    sizes = [Schema.of(arrival.tensors).num_bytes for arrival in arrivals]
+    return [
+        (a, [[t.detach().clone() for t in b.tensors] for b in arrivals], (len(sizes) - 1) * size, sum(sizes) - size)
+        for a, size in zip(arrivals, sizes, strict=True)
+    ]
+
+
+class LocalCollective:
+    """One member of a LocalSwarm; see Collective."""
+
+    def __init__(self, swarm: LocalSwarm, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self._swarm = swarm
+
+    def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
+        """See Collective.all_reduce."""
+        check_reducible(tensors, weight)
+        return self._swarm.offer(self.peer_id, "reduce", list(tensors), round, float(weight))
+
+    def all_gather(self, payload: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Gathered]:
+        """See Collective.all_gather."""
+        check_payload(payload, weight)
+        return self._swarm.offer(self.peer_id, "gather", list(payload), round, float(weight))
+
+    def close(self) -> None:
+        """Leave the swarm."""
+        self._swarm.kill(self.peer_id)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -69,7 +69,7 @@ class SwarmCollective:
         self._timeout = settings.round_timeout_s if round_timeout is None else round_timeout
         self._attempts: dict[str, asyncio.Future[Reduction | Gathering]] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}  # attempt -> the exchange, for `abort`
-        self._rounds: set[Future[Any]] = set()
+        self._rounds: set[asyncio.Task[Any]] = set()
         self._closed = False
         rpc.handle("abort", self._on_abort)
         bulk.handle("reduce", self._serve)
@@ -80,23 +80,26 @@ class SwarmCollective:
     def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
         """See Collective.all_reduce."""
         check_reducible(tensors, weight)
-        return self._track(self._thread.submit(self._all_reduce(list(tensors), round, float(weight))))
+        return self._thread.submit(self._track(self._all_reduce(list(tensors), round, float(weight))))
 
     def all_gather(self, payload: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Gathered]:
         """See Collective.all_gather."""
         check_payload(payload, weight)
-        return self._track(self._thread.submit(self._all_gather(list(payload), round, float(weight))))
+        return self._thread.submit(self._track(self._all_gather(list(payload), round, float(weight))))
 
     def close(self) -> None:
         """Leave; rounds in flight end in RoundFailed."""
         self._closed = True
-        for future in list(self._rounds):
-            future.cancel()
+        self._thread.loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._rounds])
 
-    def _track(self, future: Future[T]) -> Future[T]:
-        self._rounds.add(future)
-        future.add_done_callback(self._rounds.discard)
-        return future
+    async def _track(self, round: Coroutine[None, None, T]) -> T:
+        task = asyncio.ensure_future(round)
+        self._rounds.add(task)
+        try:
+            return await task
+        finally:
+            task.cancel()
+            self._rounds.discard(task)
 
     # -- one round -----------------------------------------------------------------------------------------------------
 

@@ -260,6 +260,9 @@ class Gathering:
                     raise Blame(member, f"{member[-8:]} ended its stream early")
                 self.traffic.received += len(data)
                 from_bytes(data, self._flats[index][dtype][start:stop])
+            # Also what opens the stream of a payload that has no bytes.
+            if await anext(incoming, None) is not None:
+                raise Blame(member, f"{member[-8:]} sent more than it announced")
         except (PeerUnreachable, ProtocolError) as error:
             self._fail(member, Blame(member, str(error)))
             raise Blame(member, str(error)) from error

@@ -69,7 +69,7 @@ class LocalSwarm:
             self.kill(collective.peer_id)
             raise
 
-    def kill(self, peer_id: str) -> None:
+    def kill(self, peer_id: str, reason: str = "the member was lost") -> None:
         """Lose a member as by kill -9: what it offered is void and nobody waits for it any more."""
         with self._lock:
             if peer_id not in self._alive:
@@ -78,7 +78,7 @@ class LocalSwarm:
             for key in list(self._rounds):
                 arrival = self._rounds[key].arrivals.pop(peer_id, None)
                 if arrival is not None and arrival.future.set_running_or_notify_cancel():
-                    arrival.future.set_exception(RoundFailed(f"{peer_id} left"))
+                    arrival.future.set_exception(RoundFailed(f"{peer_id}: {reason}"))
                 self._close_if_complete(key)
 
     def revive(self, peer_id: str) -> "LocalCollective":
@@ -100,7 +100,7 @@ class LocalSwarm:
         now = time.monotonic()
         with self._lock:
             if peer_id not in self._alive:
-                future.set_exception(RoundFailed(f"{peer_id} has left the swarm"))
+                future.set_exception(RoundFailed(f"{peer_id} was lost or closed"))
                 return future
             if key.index <= self._closed.get(key.name, -1) and key not in self._rounds:
                 future.set_exception(RoundFailed(f"round {key} closed without this peer", missed=True))
@@ -203,4 +203,4 @@ class LocalCollective:
 
     def close(self) -> None:
         """Leave the swarm."""
-        self._swarm.kill(self.peer_id)
+        self._swarm.kill(self.peer_id, "the collective was closed")

@@ -1,12 +1,16 @@
 """The algorithms: ordinary torch optimizers that know a Collective, never the network."""
 
-from swarmkit.optim.allreduce import AllReduce
-from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
-from swarmkit.optim.diloco import DiLoCo
-from swarmkit.optim.errors import RoundFailed, SwarmError
-from swarmkit.optim.local_sgd import LocalSGD
-from swarmkit.optim.schedule import Every, QuadraticSync, Schedule
-from swarmkit.optim.synced import RoundReport, SyncedOptimizer, parameter_names
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swarmkit.optim.allreduce import AllReduce
+    from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
+    from swarmkit.optim.diloco import DiLoCo
+    from swarmkit.optim.errors import RoundFailed, SwarmError
+    from swarmkit.optim.local_sgd import LocalSGD
+    from swarmkit.optim.schedule import Every, QuadraticSync, Schedule
+    from swarmkit.optim.synced import RoundReport, SyncedOptimizer, parameter_names
 
 __all__ = [
     "AllReduce",
@@ -25,3 +29,21 @@ __all__ = [
     "SyncedOptimizer",
     "parameter_names",
 ]
+
+# Imported on first use: the command line reads error classes and settings, and torch takes seconds.
+_MODULES = {
+    "allreduce": ["AllReduce"],
+    "collective": ["Collective", "Gathered", "Reduced", "RoundKey"],
+    "diloco": ["DiLoCo"],
+    "errors": ["RoundFailed", "SwarmError"],
+    "local_sgd": ["LocalSGD"],
+    "schedule": ["Every", "QuadraticSync", "Schedule"],
+    "synced": ["RoundReport", "SyncedOptimizer", "parameter_names"],
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'swarmkit.optim' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"swarmkit.optim.{_HOMES[name]}"), name)

@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def read_idx(path: Path) -> Tensor:
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _DTYPES:
         raise DataError(f"{path} is not an IDX file")

@@ -3,6 +3,8 @@
 import glob
 import gzip
 import lzma
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from swarmkit.data.config import TextConfig
 from swarmkit.data.corpus import TokenCorpus
 from swarmkit.errors import DataError
 
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_DECOMPRESSORS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 
 
 def load_text(config: TextConfig, *, context: int) -> TokenCorpus:
@@ -41,9 +43,10 @@ def _expand(pattern: str) -> list[Path]:
 
 
 def _read(path: Path) -> npt.NDArray[np.uint8]:
-    opener = _OPENERS.get(path.suffix)
+    decompress = _DECOMPRESSORS.get(path.suffix)
     try:
-        data = opener(path, "rb").read() if opener is not None else path.read_bytes()
-    except (OSError, EOFError, lzma.LZMAError) as error:
+        data = path.read_bytes()
+        data = decompress(data) if decompress is not None else data
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     return np.frombuffer(data, dtype=np.uint8)

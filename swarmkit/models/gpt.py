@@ -52,8 +52,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """One layer; shapes as in Attention."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
-        hidden: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
-        return x + self.dropout(hidden)
+        x = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")))
+        return x
 
 
 class GPT(nn.Module):

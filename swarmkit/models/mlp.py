@@ -16,10 +16,11 @@ class MLP(Classifier):
     def __init__(self, config: MLPConfig, shape: tuple[int, ...], classes: int, generator: torch.Generator) -> None:
         super().__init__()
         widths = [math.prod(shape), *config.hidden, classes]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+        self.layers = nn.ModuleList(layers)
         self.dropout = nn.Dropout(config.dropout)
         with torch.no_grad():
-            for layer in self.layers:
+            for layer in layers:
                 layer.weight.normal_(0.0, math.sqrt(2 / layer.weight.shape[1]), generator=generator)
                 layer.bias.zero_()
 

@@ -1,0 +1,75 @@
+"""Settings of the network as a run's configuration names them, and the node settings they make."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from swarmkit.checks import at_least, positive
+from swarmkit.peers.settings import Transport
+
+if TYPE_CHECKING:
+    from swarmkit.peers.settings import NetworkSettings
+
+
+@dataclass(kw_only=True, slots=True)
+class NetworkConfig:
+    """How peers listen, find each other and wait."""
+
+    listen: str = "127.0.0.1:0"  # host:port of libp2p; port 0 picks a free one, host 0.0.0.0 is every interface
+    bulk_port: int = 0  # gRPC's port for bulk tensors; 0 picks a free one
+    announce: list[str] = field(default_factory=list)  # multiaddrs to tell others instead of those that libp2p sees
+    initial_peers: list[str] = field(default_factory=list)  # addresses of peers of a run to join
+    identity: str | None = None  # private key file; made when missing; none: a new identity each time
+    transport: Transport = Transport.auto
+    relay: bool = False  # look for libp2p relays, for peers behind NAT
+    min_peers: int = 1  # training starts when so many replicas are there
+    max_wait_s: float = 600.0  # for min_peers, before giving up
+    round_timeout_s: float = 30.0  # bounds a round
+    heartbeat_s: float = 2.0  # between two heartbeats
+    silence_s: float = 5.0  # a member that answers no ping for so long is taken for dead
+    stall_s: float = 10.0  # a bulk stream without a byte for so long is broken
+    drain_timeout_s: float = 20.0  # from SIGTERM until a peer leaves without finishing its round
+
+    def __post_init__(self) -> None:
+        host_port("network.listen", self.listen)
+        positive(
+            "network", self, "max_wait_s", "round_timeout_s", "heartbeat_s", "silence_s", "stall_s", "drain_timeout_s"
+        )
+        at_least("network", self, 1, "min_peers")
+        if not 0 <= self.bulk_port < 65536:
+            raise ValueError(f"network.bulk_port={self.bulk_port}: not a port")
+        if self.silence_s >= self.round_timeout_s:
+            raise ValueError(
+                f"network.silence_s={self.silence_s}: must be below network.round_timeout_s={self.round_timeout_s}, "
+                "or a dead member would only be noticed after its round has failed"
+            )
+        for address in self.announce:
+            if "/tcp/0" in address:
+                raise ValueError(f"network.announce={address!r}: nobody can dial port 0; name the real one")
+
+    def settings(self, socket_folder: str | None = None) -> "NetworkSettings":
+        """What a Node takes."""
+        from swarmkit.peers.settings import NetworkSettings
+
+        host, port = host_port("network.listen", self.listen)
+        return NetworkSettings(
+            host=host,
+            port=port,
+            bulk_port=self.bulk_port,
+            announce=list(self.announce),
+            identity=self.identity,
+            transport=self.transport,
+            relay=self.relay,
+            round_timeout_s=self.round_timeout_s,
+            heartbeat_s=self.heartbeat_s,
+            silence_s=self.silence_s,
+            stall_s=self.stall_s,
+            socket_folder=socket_folder,
+        )
+
+
+def host_port(key: str, text: str) -> tuple[str, int]:
+    """Split host:port ([host]:port for IPv6); raises ValueError naming the key."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not int(port) < 65536:
+        raise ValueError(f"{key}={text!r}: must be host:port, as 0.0.0.0:31337 or [::]:31337")
+    return host.strip("[]"), int(port)

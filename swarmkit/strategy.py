@@ -1,0 +1,213 @@
+"""Settings of every strategy, and from settings to a strategy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from swarmkit.checks import at_least, in_range, positive
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from swarmkit.optim import Collective, Schedule, SyncedOptimizer
+
+
+class SyncRule(Enum):
+    """What decides when a window ends."""
+
+    every = "every"  # h inner steps
+    qsr = "qsr"  # the Quadratic Synchronization Rule: more steps as the learning rate falls
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig:
+    """When replicas synchronise."""
+
+    rule: SyncRule = SyncRule.every
+    h: int = 32  # inner steps per window; QSR's smallest window (h_base)
+    alpha: float | None = None  # QSR: H = max(h, floor((alpha / lr)^2)); about peak lr * sqrt(H wanted at the peak)
+
+    def __post_init__(self) -> None:
+        if self.h < 1:
+            raise ValueError(f"strategy.sync.h={self.h}: H must be at least 1 inner step")
+        if self.rule is SyncRule.qsr and self.alpha is None:
+            raise ValueError("strategy.sync.rule=qsr: needs strategy.sync.alpha, for example peak lr * sqrt(h)")
+        if self.rule is SyncRule.every and self.alpha is not None:
+            raise ValueError(
+                f"strategy.sync.alpha={self.alpha}: only strategy.sync.rule=qsr uses it; set the rule or drop alpha"
+            )
+        if self.alpha is not None:
+            positive("strategy.sync", self, "alpha")
+
+
+@dataclass(kw_only=True, slots=True)
+class StrategyConfig:
+    """What all strategies have in common."""
+
+    name: str = "diloco"  # which strategy; set by the choice of the group
+    offload: str | None = None  # device that holds the anchor and the outer state, such as cpu; none: the model's
+
+
+@dataclass(kw_only=True, slots=True)
+class AllReduceConfig(StrategyConfig):
+    """Average gradients in every step."""
+
+    name: str = "allreduce"
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalSGDConfig(StrategyConfig):
+    """Average parameters every H steps."""
+
+    name: str = "local_sgd"
+    sync: SyncConfig = field(default_factory=SyncConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class DiLoCoConfig(StrategyConfig):
+    """An outer Nesterov step on the averaged pseudo-gradient every H steps."""
+
+    name: str = "diloco"
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        positive("strategy", self, "outer_lr")
+        in_range("strategy", self, 0.0, 1.0, "outer_momentum")
+
+
+@dataclass(kw_only=True, slots=True)
+class CompressionConfig:
+    """How payloads are encoded on the wire."""
+
+    name: str = "none"
+
+
+class LRShape(Enum):
+    """How the learning rate goes after the warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+    step = "step"
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """The inner optimizer and its learning rate."""
+
+    name: str = "adamw"  # adamw or sgd; set by the choice of the group
+    lr: float = 1e-3  # peak learning rate
+    weight_decay: float = 0.1
+    clip: float = 1.0  # largest L2 norm of a gradient; 0 does not clip
+    warmup_steps: int = 0  # linear warm-up
+    schedule: LRShape = LRShape.cosine
+    final_lr: float = 0.1  # share of the peak that schedule=cosine ends on
+    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # schedule=step: shares of training
+    gamma: float = 0.1  # schedule=step: factor at each milestone
+
+    def __post_init__(self) -> None:
+        positive("optimizer", self, "lr")
+        at_least("optimizer", self, 0, "weight_decay", "clip", "warmup_steps")
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"optimizer.final_lr={self.final_lr}: a share of the peak, between 0 and 1")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"optimizer.gamma={self.gamma}: must be above 0 and at most 1")
+        if any(not 0 < share < 1 for share in self.milestones) or sorted(self.milestones) != list(self.milestones):
+            raise ValueError(
+                f"optimizer.milestones={list(self.milestones)}: shares of training, between 0 and 1, rising"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class AdamWConfig(OptimizerConfig):
+    """torch.optim.AdamW."""
+
+    name: str = "adamw"
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas={list(self.betas)}: two numbers of at least 0 and below 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class SGDConfig(OptimizerConfig):
+    """torch.optim.SGD."""
+
+    name: str = "sgd"
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        in_range("optimizer", self, 0.0, 1.0, "momentum")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0")
+
+
+def build_inner(config: OptimizerConfig, parameters: "Sequence[Tensor]") -> "torch.optim.Optimizer":
+    """Make the inner optimizer; vectors (norms, biases) are not decayed."""
+    import torch
+
+    decayed = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    match config:
+        case AdamWConfig():
+            return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), foreach=True)
+        case SGDConfig():
+            momentum, nesterov = config.momentum, config.nesterov
+            return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov, foreach=True)
+    raise ValueError(f"optimizer.name={config.name!r}: no such optimizer")
+
+
+def build_schedule(config: SyncConfig, *, total_steps: int, warmup_steps: int) -> "Schedule":
+    """Make the schedule of a strategy that has windows."""
+    from swarmkit.optim import Every, QuadraticSync
+
+    if config.rule is SyncRule.every:
+        return Every(config.h, total_steps)
+    assert config.alpha is not None
+    return QuadraticSync(alpha=config.alpha, h_base=config.h, total_steps=total_steps, warmup_steps=warmup_steps)
+
+
+def build_strategy(
+    config: StrategyConfig,
+    inner: "torch.optim.Optimizer",
+    *,
+    collective: "Collective",
+    total_steps: int,
+    warmup_steps: int,
+    names: "Mapping[Tensor, str] | None" = None,
+    buffers: "Sequence[Tensor]" = (),
+) -> "SyncedOptimizer":
+    """Wrap an inner optimizer in the strategy that a configuration names."""
+    from swarmkit.optim import AllReduce, DiLoCo, LocalSGD
+
+    match config:
+        case AllReduceConfig():
+            return AllReduce(inner, collective=collective, names=names, buffers=buffers, offload=config.offload)
+        case LocalSGDConfig():
+            sync = build_schedule(config.sync, total_steps=total_steps, warmup_steps=warmup_steps)
+            return LocalSGD(
+                inner, collective=collective, sync=sync, names=names, buffers=buffers, offload=config.offload
+            )
+        case DiLoCoConfig():
+            return DiLoCo(
+                inner,
+                collective=collective,
+                sync=build_schedule(config.sync, total_steps=total_steps, warmup_steps=warmup_steps),
+                names=names,
+                buffers=buffers,
+                offload=config.offload,
+                outer_lr=config.outer_lr,
+                outer_momentum=config.outer_momentum,
+                nesterov=config.nesterov,
+            )
+    raise ValueError(f"strategy.name={config.name!r}: no such strategy")

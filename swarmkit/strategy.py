@@ -92,6 +92,7 @@ class LRShape(Enum):
 
     constant = "constant"
     cosine = "cosine"
+    linear = "linear"
     step = "step"
 
 
@@ -105,7 +106,7 @@ class OptimizerConfig:
     clip: float = 1.0  # largest L2 norm of a gradient; 0 does not clip
     warmup_steps: int = 0  # linear warm-up
     schedule: LRShape = LRShape.cosine
-    final_lr: float = 0.1  # share of the peak that schedule=cosine ends on
+    final_lr: float = 0.1  # share of the peak that schedules cosine and linear end on
     milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # schedule=step: shares of training
     gamma: float = 0.1  # schedule=step: factor at each milestone
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
-
-from .errors import PeerUnreachable
-from .layout import Schema
-from .mesh import Mesh
-from .reduction import check_payload, check_reducible
-from .torch_rounds import GatherRound, ReduceRound
-from .wire import decode, encode, field
+from swarmkit.peers.errors import PeerUnreachable
+from swarmkit.peers.layout import Schema
+from swarmkit.peers.mesh import Mesh
+from swarmkit.peers.reduction import check_payload, check_reducible
+from swarmkit.peers.torch_rounds import GatherRound, ReduceRound
+from swarmkit.peers.wire import decode, encode, field
 
 # What a member says before any data moves: digest and length of its offer (see _Offer), weight, and if it is cancelled.
 _HELLO = struct.Struct("<16sId?")

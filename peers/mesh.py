@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import JoinFailed, PeerUnreachable
+from swarmkit.peers.errors import JoinFailed, PeerUnreachable
 
 # Tags that no exchange uses: see `interrupt` and `watch`.
 _INTERRUPT_TAG, _WATCH_TAG = 77, 78
+_BULK_BYTES = 1 << 20  # from here on an exchange goes by turns
 _FOR_EVER = timedelta(days=100)
 
 
@@ -60,12 +61,28 @@ class Mesh:
             for rank, tensor in tensors.items()
             if tensor.numel()
         ]
+        for batch in self._in_turns(operations):
+            self._run(batch, deadline)
+
+    def _in_turns(self, operations: list[dist.P2POp]) -> list[list[dist.P2POp]]:
+        """Order operations so that bulk flows to one rank at a time: flows that share a link finish unevenly."""
+        if self.device.type == "cuda" or sum(operation.tensor.numel() for operation in operations) < _BULK_BYTES:
+            return [operations] if operations else []
+        turns: dict[int, list[dist.P2POp]] = {}
+        for operation in operations:
+            distance = (
+                operation.group_peer - self.rank if operation.op is dist.isend else self.rank - operation.group_peer
+            )
+            turns.setdefault(distance % self.size, []).append(operation)
+        return [turns[turn] for turn in sorted(turns)]
+
+    def _run(self, operations: list[dist.P2POp], deadline: float) -> None:
         # NCCL takes all at once and can't tell whose fault it was; gloo goes one by one.
         batches = [operations] if self.device.type == "cuda" else [[operation] for operation in operations]
         culprit = "a member"
         works: list[tuple[str, dist.Work]] = []
         try:
-            for batch in filter(None, batches):
+            for batch in batches:
                 culprit = f"rank{batch[0].group_peer}" if len(batch) == 1 else "a member"
                 works += [(culprit, work) for work in dist.batch_isend_irecv(batch)]
             for culprit, work in works:  # noqa: B007 read in the except clause

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from tests.network.namespaces import Counters, Namespaces, namespaces, why_not
+from tests.network.namespaces import Counters, Namespaces, namespaces, usual_congestion_control, why_not
 
 LABELS = {
     "swarm": "SwarmCollective",
@@ -106,20 +106,21 @@ def measure(peers: Peers, engine: str, megabytes: float, rounds: int, rate: floa
     n = peers.made.count
     size = megabytes * (1 << 20)
     bound = 2 * (n - 1) / n * size * 8 / (rate * 1e6)
-    peers.tell("prepare", megabytes)
     seconds, cpu, wire = [], [], []
-    for index in range(rounds + 1):
+    for index in range(first_index, first_index + rounds + 1):
+        peers.tell("load", megabytes, index)
         crossed = [peers.made.counters(rank) for rank in range(n)]
         used = peers.cpu_seconds()
-        answers = peers.tell("round", megabytes, first_index + index)
-        worst = max(answer["error"] for answer in answers)
+        times = peers.tell("round", index)
+        used = peers.cpu_seconds() - used
+        moved = max(_busiest(peers.made.counters(rank), before) for rank, before in enumerate(crossed))
+        worst = max(peers.tell("check", megabytes, index))
         if worst > 1e-3:
             raise RuntimeError(f"{engine} was off by {worst}")
-        if index == 0:
-            continue
-        cpu.append(peers.cpu_seconds() - used)
-        seconds.append(max(a["ended"] for a in answers) - min(a["started"] for a in answers))
-        wire.append(max(_busiest(peers.made.counters(rank), before) for rank, before in enumerate(crossed)))
+        if index > first_index:
+            cpu.append(used)
+            wire.append(moved)
+            seconds.append(max(ended for _, ended in times) - min(started for started, _ in times))
     return Row(
         engine=engine,
         peers=n,
@@ -143,7 +144,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     rows = []
     log = Path(tempfile.gettempdir()) / f"allreduce-{os.getpid()}.log"
     for n in options.peers:
-        with namespaces(n, options.rate, options.delay) as made:
+        with namespaces(n, options.rate, options.delay, options.congestion) as made:
             for engine in options.engines:
                 bound = 2 * max(options.sizes) * (1 << 20) * 8 / (options.rate * 1e6)
                 peers = Peers(made, engine, timeout=30 + 6 * bound, log=log)
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--peers", type=numbers(int), default=[2, 4])
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s each way")
     parser.add_argument("--delay", type=float, default=0.0, help="ms one way")
+    parser.add_argument("--congestion", help="TCP's congestion control; default: cubic, or reno where that is refused")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds after one warm-up")
     parser.add_argument("--engines", type=numbers(str), default=list(LABELS))
     parser.add_argument("--json", type=Path, help="write rows here")
@@ -190,11 +192,12 @@ def main() -> None:
         raise SystemExit(f"no network namespaces here: {missing}")
     started = time.monotonic()
     print(f"{options.rate:g} Mbit/s, {options.delay:g} ms one way, median of {options.rounds} rounds after one warm-up")
-    print(HEAD)
+    print(HEAD, flush=True)
     rows = run(options)
     result = {
         "rate_mbit": options.rate,
         "delay_ms": options.delay,
+        "congestion": options.congestion or usual_congestion_control(),
         "rounds": options.rounds,
         "cores": os.cpu_count(),
         "seconds": round(time.monotonic() - started, 1),

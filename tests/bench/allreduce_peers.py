@@ -1,7 +1,6 @@
 """One peer of the all-reduce benchmark: runs an engine in its own process and obeys lines of JSON."""
 
 import argparse
-import contextlib
 import json
 import os
 import socket
@@ -27,8 +26,14 @@ class Engine(Protocol):
     def connect(self, address: str) -> None:
         """Find the others; peer 0 hears its own address."""
 
-    def reduce(self, tensor: Tensor, index: int) -> Tensor:
+    def load(self, tensor: Tensor) -> None:
+        """Take what the next round averages; not a part of the round."""
+
+    def reduce(self, index: int) -> None:
         """Average over all peers; raises if not all took part."""
+
+    def result(self) -> Tensor:
+        """What came out; not a part of the round."""
 
 
 class Peer:
@@ -36,6 +41,15 @@ class Peer:
 
     def __init__(self, rank: int, size: int, host: str, timeout: float) -> None:
         self.rank, self.size, self.host, self.timeout = rank, size, host, timeout
+        self._tensor = torch.empty(0)
+
+    def load(self, tensor: Tensor) -> None:
+        """Take what the next round averages."""
+        self._tensor = tensor
+
+    def result(self) -> Tensor:
+        """Give back the last round's mean."""
+        return self._tensor
 
 
 class Swarm(Peer):
@@ -60,11 +74,11 @@ class Swarm(Peer):
         assert self._node.wait_for_peers(self.size, timeout=60)
         self._collective = self._node.collective()
 
-    def reduce(self, tensor: Tensor, index: int) -> Tensor:
-        future = self._collective.all_reduce([tensor], round=RoundKey("bench", index), weight=1.0)
+    def reduce(self, index: int) -> None:
+        future = self._collective.all_reduce([self._tensor], round=RoundKey("bench", index), weight=1.0)
         result = future.result(self.timeout + 10)
         assert len(result.members) == self.size, result.members
-        return result.tensors[0]
+        self._tensor = result.tensors[0]
 
 
 class Torch(Peer):
@@ -82,9 +96,9 @@ class Torch(Peer):
         dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=self.rank, world_size=self.size)
         self._collective = TorchCollective(timeout=self.timeout)
 
-    def reduce(self, tensor: Tensor, index: int) -> Tensor:
-        future = self._collective.all_reduce([tensor], round=RoundKey("bench", index), weight=1.0)
-        return future.result(self.timeout).tensors[0]
+    def reduce(self, index: int) -> None:
+        future = self._collective.all_reduce([self._tensor], round=RoundKey("bench", index), weight=1.0)
+        self._tensor = future.result(self.timeout).tensors[0]
 
 
 class Hivemind(Peer):
@@ -112,37 +126,38 @@ class Hivemind(Peer):
         if self.rank:
             self._start(json.loads(address))
 
-    def reduce(self, tensor: Tensor, index: int) -> Tensor:
-        averager = self._averager(tensor)
-        with averager.get_tensors() as staged:
+    def load(self, tensor: Tensor) -> None:
+        if tensor.numel() not in self._averagers:
+            self._averagers[tensor.numel()] = self._start_averager(tensor)
+        self._averager = self._averagers[tensor.numel()]
+        with self._averager.get_tensors() as staged:
             staged[0].copy_(tensor)
+
+    def reduce(self, index: int) -> None:
         # With the group's exact size given, a group begins when all are there; retries cost seconds, not the round.
-        group = averager.step(timeout=self.timeout)
+        group = self._averager.step(timeout=self.timeout)
         assert group is not None
         assert len(group) == self.size, group
-        with averager.get_tensors() as staged:
-            return staged[0].clone()
 
-    def prepare(self, tensor: Tensor) -> None:
-        """Start the process that averages tensors of this size: not part of a round."""
-        self._averager(tensor)
+    def result(self) -> Tensor:
+        with self._averager.get_tensors() as staged:
+            mean: Tensor = staged[0].clone()
+        return mean
 
-    def _averager(self, tensor: Tensor) -> Any:
+    def _start_averager(self, tensor: Tensor) -> Any:
         import hivemind
 
-        if tensor.numel() not in self._averagers:
-            self._averagers[tensor.numel()] = hivemind.DecentralizedAverager(
-                [torch.zeros_like(tensor)],
-                self._dht,
-                prefix=f"bench{tensor.numel()}",
-                target_group_size=self.size,
-                min_group_size=self.size,
-                min_matchmaking_time=1.0,
-                request_timeout=1.0,
-                allreduce_timeout=self.timeout,
-                start=True,
-            )
-        return self._averagers[tensor.numel()]
+        return hivemind.DecentralizedAverager(
+            [torch.zeros_like(tensor)],
+            self._dht,
+            prefix=f"bench{tensor.numel()}",
+            target_group_size=self.size,
+            min_group_size=self.size,
+            min_matchmaking_time=1.0,
+            request_timeout=1.0,
+            allreduce_timeout=self.timeout,
+            start=True,
+        )
 
 
 class Tcp(Peer):
@@ -163,8 +178,8 @@ class Tcp(Peer):
             link, _ = server.accept()
             self._links[struct.unpack("i", link.recv(4, socket.MSG_WAITALL))[0]] = link
 
-    def reduce(self, tensor: Tensor, index: int) -> Tensor:
-        slices = list(tensor.clone().chunk(self.size))
+    def reduce(self, index: int) -> None:
+        slices = list(self._tensor.chunk(self.size))
         parts = {rank: torch.empty_like(slices[self.rank]) for rank in self._links}
         self._exchange(slices, parts)
         mean = slices[self.rank]
@@ -173,7 +188,7 @@ class Tcp(Peer):
         mean /= self.size
         result = {rank: slices[rank] for rank in self._links}
         self._exchange([mean] * self.size, result)
-        return torch.cat([mean if rank == self.rank else result[rank] for rank in range(self.size)])
+        # The chunks are views: the mean is where the input was.
 
     def _exchange(self, outgoing: list[Tensor], incoming: dict[int, Tensor]) -> None:
         senders = [
@@ -212,15 +227,26 @@ def _receive(link: socket.socket, into: Tensor) -> None:
 ENGINES: dict[str, Callable[..., Any]] = {"swarm": Swarm, "hivemind": Hivemind, "torch": Torch, "tcp": Tcp}
 
 
-def _round(engine: Any, peer: Peer, megabytes: float, index: int) -> dict[str, Any]:
-    # Different at each peer and in each round, so that a mean of anything else shows.
-    base = torch.arange(int(megabytes * (1 << 18)), dtype=torch.float32) % 1000
-    started = time.monotonic()
-    result = engine.reduce(base + (peer.rank + index), index)
-    ended = time.monotonic()
-    expected = base + ((peer.size - 1) / 2 + index)
-    error = (result - expected).abs().max().item()
-    return {"started": started, "ended": ended, "error": error}
+def _values(megabytes: float) -> Tensor:
+    return torch.arange(int(megabytes * (1 << 18)), dtype=torch.float32) % 1000
+
+
+def obey(engine: Any, name: str, *arguments: Any) -> Any:
+    """Do what the benchmark says."""
+    if name == "begin":
+        return engine.begin()
+    if name == "connect":
+        return engine.connect(*arguments)
+    if name == "load":
+        megabytes, index = arguments
+        # Different at each peer and in each round, so that a mean of anything else shows.
+        return engine.load(_values(megabytes) + (engine.rank + index))
+    if name == "round":
+        started = time.monotonic()
+        engine.reduce(*arguments)
+        return [started, time.monotonic()]
+    megabytes, index = arguments
+    return (engine.result() - (_values(megabytes) + ((engine.size - 1) / 2 + index))).abs().max().item()
 
 
 def main() -> None:
@@ -238,17 +264,7 @@ def main() -> None:
     os.dup2(2, 1)
     engine = ENGINES[options.engine](options.rank, options.size, options.host, options.timeout)
     for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        answer: Any = None
-        if name == "begin":
-            answer = engine.begin()
-        elif name == "connect":
-            engine.connect(*arguments)
-        elif name == "prepare":
-            with contextlib.suppress(AttributeError):
-                engine.prepare(torch.zeros(int(arguments[0] * (1 << 18))))
-        else:
-            answer = _round(engine, engine, *arguments)
+        answer = obey(engine, *json.loads(line))
         print(json.dumps(answer), file=answers, flush=True)
     # Helper processes of hivemind would keep it from ending; the benchmark kills what is left.
     os._exit(0)

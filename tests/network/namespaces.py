@@ -40,13 +40,14 @@ class Namespaces:
     """`count` hosts, 10.77.0.1 and up, each with `rate_mbit` in either direction and `delay_ms` on what it sends.
 
     Everything lives in namespaces of this process (the switch too): nothing is added to the host's own network, and
-    `close` removes all. Use `namespaces`, which closes in every case but kill -9; the next one removes the leftovers
-    of that.
+    `close` removes all. TCP's congestion control is cubic or, where a namespace may not have that, reno. Use
+    `namespaces`, which closes in every case but kill -9; the next one removes the leftovers of that.
     """
 
-    def __init__(self, count: int, rate_mbit: float, delay_ms: float = 0.0) -> None:
+    def __init__(self, count: int, rate_mbit: float, delay_ms: float = 0.0, congestion: str | None = None) -> None:
         self.count = count
         self.addresses = [f"10.77.0.{index + 1}" for index in range(count)]
+        self.congestion = congestion or usual_congestion_control()
         self._names = [f"{_PREFIX}{os.getpid()}-{index}" for index in range(count)]
         self._switch = f"{_PREFIX}{os.getpid()}-switch"
         self._processes: list[subprocess.Popen[str]] = []
@@ -68,6 +69,7 @@ class Namespaces:
             _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", name, "address", "add", f"{self.addresses[index]}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "lo", "up")
+            _ip("netns", "exec", name, "sysctl", "-qw", f"net.ipv4.tcp_congestion_control={self.congestion}")
             _ip("-n", name, "link", "set", "eth0", "up")
             # The sender's side limits what it sends, the switch's what it receives.
             _limit(name, "eth0", rate_mbit, delay_ms)
@@ -108,7 +110,9 @@ class Namespaces:
 
 
 @contextlib.contextmanager
-def namespaces(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[Namespaces]:
+def namespaces(
+    count: int, rate_mbit: float, delay_ms: float = 0.0, congestion: str | None = None
+) -> Iterator[Namespaces]:
     """Make namespaces and remove them in any case, SIGTERM included (use it in the main thread)."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -116,7 +120,7 @@ def namespaces(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        made = Namespaces(count, rate_mbit, delay_ms)
+        made = Namespaces(count, rate_mbit, delay_ms, congestion)
         try:
             yield made
         finally:
@@ -125,6 +129,12 @@ def namespaces(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[
             made.close()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def usual_congestion_control() -> str:
+    """Linux's default, cubic, unless this kernel keeps it from namespaces; reno is the same at short round trips."""
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    return "cubic" if "cubic" in allowed else "reno"
 
 
 def _limit(name: str, link: str, rate_mbit: float, delay_ms: float) -> None:

@@ -138,12 +138,17 @@ def call_and_close(member: Member, index: int, build: Build) -> list[Outcome]:
     return [wait(future, started) for future in (first, second, third)]
 
 
-def call_and_die(member: Member, index: int, build: Build, delay: float) -> None:
+def close(member: Member) -> None:
+    """Leave."""
+    member.collective.close()
+
+
+def call_and_die(member: Member, operation: str, index: int, build: Build, delay: float) -> None:
     """Come to a round and die in the middle of it."""
+    call = member.collective.all_reduce if operation == "reduce" else member.collective.all_gather
+    call(build(member.rank), round=RoundKey(operation, index), weight=1.0)
     # Never set: a wait that nothing ends. Where in the round it strikes doesn't matter to what is claimed.
-    strike = threading.Event()
-    member.collective.all_reduce(build(member.rank), round=RoundKey("reduce", index), weight=1.0)
-    strike.wait(delay)
+    threading.Event().wait(delay)
     member.die()
 
 

@@ -377,3 +377,16 @@ def as_dict(config: Config) -> dict[str, Any]:
     values = json.loads(config_to_json(config))
     assert isinstance(values, dict)
     return values
+
+
+def with_own_settings(config: Config, overrides: Sequence[str], allowed: Sequence[str]) -> Config:
+    """Apply overrides that may only touch the keys and sections in `allowed`; raises ConfigError."""
+    values = as_dict(config)
+    for override in overrides:
+        key, equals, _ = override.lstrip("+").partition("=")
+        if not equals or not any(key == name or key.startswith(f"{name}.") for name in allowed):
+            raise ConfigError(f"{override}: only {', '.join(allowed)} can be set here")
+    changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(changes, dict)
+    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), changes))
+    return config_from_json(json.dumps(merged))

@@ -1,0 +1,229 @@
+"""The `swarmkit` command."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from swarmkit import __version__
+from swarmkit.errors import CheckpointError, ConfigError, DataError, SwarmError, TrainingDiverged
+
+EXIT_SETTINGS = 2
+EXIT_NETWORK = 3
+EXIT_DIVERGED = 5
+# As in swarmkit.peer.Exit, which this module does not import: torch would come with it.
+_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (ConfigError, EXIT_SETTINGS),
+    (CheckpointError, EXIT_SETTINGS),
+    (DataError, EXIT_SETTINGS),
+    (TrainingDiverged, EXIT_DIVERGED),
+    (SwarmError, EXIT_NETWORK),
+)
+
+app = typer.Typer(
+    name="swarmkit",
+    help="Train one PyTorch model with many badly connected, unreliable machines.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong setting, checkpoint or data, 3 no run to join, 4 too few peers, 5 diverged, 130 Ctrl-C.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Hydra overrides, as strategy=local_sgd strategy.sync.h=64; `swarmkit config` shows every key.",
+        metavar="[KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+Address = Annotated[str, typer.Argument(help="Address of any peer of the run, as `start` printed it.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"swarmkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train one PyTorch model with many badly connected, unreliable machines."""
+
+
+@app.command()
+def local(overrides: Overrides = None) -> None:
+    """Train with several peers on this machine, supervised, and write a report.
+
+    Examples:
+
+        swarmkit local
+
+        swarmkit local peers=2 strategy=local_sgd strategy.sync.h=64 steps=1000
+
+        swarmkit local model=resnet data=digits launch.baseline=false
+    """
+    from swarmkit.config import load_config
+
+    config = load_config(overrides or [])
+    from swarmkit.launch import run_local
+
+    raise typer.Exit(run_local(config))
+
+
+@app.command()
+def start(overrides: Overrides = None) -> None:
+    """Start a run: be its first peer, and print the line with which others join.
+
+    Examples:
+
+        swarmkit start network=wan
+
+        swarmkit start name=kjv data=text data.paths=[kjv.txt.xz] network.listen=0.0.0.0:31337
+    """
+    from swarmkit.config import load_config
+
+    config = load_config(overrides or [])
+    from swarmkit import peer
+
+    raise typer.Exit(peer.start(config))
+
+
+@app.command()
+def join(address: Address, overrides: Overrides = None) -> None:
+    """Join a run: fetch its configuration and its state from the peers, then train with them.
+
+    Examples:
+
+        swarmkit join /ip4/203.0.113.5/tcp/31337/p2p/QmW9eV...
+
+        swarmkit join /ip4/203.0.113.5/tcp/31337/p2p/QmW9eV... device=cuda network.listen=0.0.0.0:0
+    """
+    addresses = _addresses(address)
+    from swarmkit import peer
+
+    raise typer.Exit(peer.join(addresses, overrides or []))
+
+
+@app.command()
+def bootstrap(
+    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = "0.0.0.0:31337",
+    identity: Annotated[
+        str | None, typer.Option(help="Private key file, made when missing: keeps the address.")
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Address of another bootstrap peer; may be repeated.")] = None,
+) -> None:
+    """Keep a run's DHT up without training: an address that stays when trainers come and go.
+
+    Example:
+
+        swarmkit bootstrap name=kjv network=wan network.identity=bootstrap.key
+    """
+    from swarmkit.config import load_config
+
+    config = load_config(overrides or [])
+    from swarmkit import peer
+
+    raise typer.Exit(peer.bootstrap(config))
+
+
+@app.command()
+def status(
+    address: Address,
+    name: Annotated[str | None, typer.Option(help="Name of the run, when the address knows several.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one object with a list of peers.")] = False,
+) -> None:
+    """Show the peers of a run, from their heartbeats.
+
+    Example:
+
+        swarmkit status /ip4/203.0.113.5/tcp/31337/p2p/QmW9eV...
+    """
+    from swarmkit.status import show_status
+
+    show_status(_addresses(address), name=name, as_json=json)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a peer's checkpoints folder, or a run's folder.")],
+    overrides: Overrides = None,
+) -> None:
+    """Measure a checkpoint's loss on held-out data.
+
+    Examples:
+
+        swarmkit eval runs/demo/20260101-120000
+
+        swarmkit eval runs/demo/20260101-120000 eval.batches=200
+    """
+    from swarmkit.inspect import evaluate_checkpoint
+
+    evaluate_checkpoint(checkpoint, overrides or [])
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a peer's checkpoints folder, or a run's folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Choose among the k likeliest tokens.")] = 40,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+) -> None:
+    """Let a checkpoint continue a text.
+
+    Example:
+
+        swarmkit generate runs/demo/20260101-120000 --prompt "import "
+    """
+    from swarmkit.inspect import generate_text
+
+    typer.echo(generate_text(checkpoint, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
+
+
+@app.command()
+def config(
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+) -> None:
+    """Print the configuration that these overrides compose, checked.
+
+    Example:
+
+        swarmkit config strategy=local_sgd strategy.sync.rule=qsr strategy.sync.alpha=0.01
+    """
+    from swarmkit.config import config_to_json, config_to_yaml, load_config
+
+    composed = load_config(overrides or [])
+    typer.echo(config_to_json(composed) if json else config_to_yaml(composed), nl=json)
+
+
+def _addresses(*addresses: str) -> list[str]:
+    """Check addresses, several of which may stand in one argument separated by commas."""
+    from swarmkit.peers.preflight import check_address
+
+    split = [part.strip() for address in addresses for part in address.split(",")]
+    for address in split:
+        try:
+            check_address(address)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return split
+
+
+def main() -> None:
+    """Run the command; expected errors are one line on stderr and an exit code, see `swarmkit --help`."""
+    try:
+        app()
+    except tuple(kind for kind, _ in _EXIT_CODES) as error:
+        for line in str(error).splitlines():
+            typer.echo(f"swarmkit: {line}", err=True)
+        sys.exit(next(code for kind, code in _EXIT_CODES if isinstance(error, kind)))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,80 @@
+"""`swarmkit status`: the peer table from the heartbeats."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from swarmkit.peers.node import Node
+from swarmkit.peers.roster import PeerRecord
+from swarmkit.peers.settings import NetworkSettings
+
+
+def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool) -> None:
+    """Print the peers of a run; raises JoinFailed when the address leads nowhere."""
+    node = Node.start(name, initial_peers=addresses, settings=_settings(addresses), role="observer")
+    try:
+        records = node.refresh()
+        run = node.run
+    finally:
+        node.close()
+    if as_json:
+        print(json.dumps({"run": run, "peers": [asdict(record) for record in records]}))
+    else:
+        Console().print(table(run, records, now=time.time()))
+
+
+def _settings(addresses: Sequence[str]) -> NetworkSettings:
+    """An observer listens where it can be answered: on loopback only for a run on loopback."""
+    local = all("/127.0.0.1/" in address for address in addresses)
+    return NetworkSettings(host="127.0.0.1" if local else "0.0.0.0")
+
+
+def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
+    """The peers as a table; `now` is wall-clock time, which heartbeats carry as well."""
+    digests = {record.digest for record in records if record.digest}
+    shown = Table(title=f"run {run}: {len(records)} peers, {_agreement(records, digests)}")
+    columns = (
+        "peer",
+        "role",
+        "state",
+        "step",
+        "round",
+        "loss",
+        "tokens/s",
+        "MB up",
+        "MB down",
+        "device",
+        "seen",
+        "digest",
+    )
+    for column in columns:
+        numeric = column in ("step", "round", "loss", "tokens/s", "MB up", "MB down", "seen")
+        shown.add_column(column, justify="right" if numeric else "left")
+    for record in records:
+        shown.add_row(
+            record.peer_id[-8:],
+            record.role,
+            record.state,
+            str(record.step),
+            str(record.round),
+            f"{record.loss:.3f}",
+            f"{record.tokens_per_s:,.0f}",
+            f"{record.bytes_sent / 1e6:.1f}",
+            f"{record.bytes_received / 1e6:.1f}",
+            f"{max(0.0, now - record.updated_at):.0f} s",
+            record.device,
+            record.digest[:8],
+        )
+    return shown
+
+
+def _agreement(records: Sequence[PeerRecord], digests: set[str]) -> str:
+    if len(digests) <= 1:
+        return "anchors equal" if digests else "no anchor yet"
+    rounds = {record.round for record in records if record.digest}
+    # Heartbeats of different rounds are expected to differ: peers beat at different moments.
+    return "anchors DIFFER" if len(rounds) == 1 else "heartbeats of different rounds"

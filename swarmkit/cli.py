@@ -23,7 +23,8 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 app = typer.Typer(
     name="swarmkit",
     help="Train one PyTorch model with many badly connected, unreliable machines.",
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong setting, checkpoint or data, 3 no run to join, 4 too few peers, 5 diverged, 130 Ctrl-C.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong setting, checkpoint or data, 3 no run to join, 4 too few peers, "
+    "5 diverged, 130 Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -111,13 +112,7 @@ def join(address: Address, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def bootstrap(
-    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = "0.0.0.0:31337",
-    identity: Annotated[
-        str | None, typer.Option(help="Private key file, made when missing: keeps the address.")
-    ] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Address of another bootstrap peer; may be repeated.")] = None,
-) -> None:
+def bootstrap(overrides: Overrides = None) -> None:
     """Keep a run's DHT up without training: an address that stays when trainers come and go.
 
     Example:

@@ -6,6 +6,7 @@ Exception
 |   |-- JoinFailed        no run at the address, another version, or no state to fetch
 |   |-- PeerUnreachable   a peer could not be called
 |   `-- ProtocolError     a peer sent what the protocol does not allow
+|-- TrainingDiverged      the loss is not a number any more
 `-- ValueError
     |-- ConfigError       a setting that cannot work: key, value, reason
     |-- CheckpointError   a checkpoint that is missing, incomplete or corrupt
@@ -24,7 +25,12 @@ __all__ = [
     "ProtocolError",
     "RoundFailed",
     "SwarmError",
+    "TrainingDiverged",
 ]
+
+
+class TrainingDiverged(Exception):
+    """The loss is not finite any more; the message names the step and the peer."""
 
 
 class ConfigError(ValueError):

@@ -1,0 +1,154 @@
+"""What a trainer sees of a running swarm: who is there, the state it can fetch, whether to go on."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from swarmkit.config import Config
+from swarmkit.metrics import EventLog
+from swarmkit.optim.synced import RoundReport
+from swarmkit.peers.node import Node
+from swarmkit.peers.roster import PeerRecord
+from swarmkit.trainer import Surroundings
+
+Say = Callable[[str], None]
+# A first word while others are missing, and then a reminder.
+FIRST_WORD_S = 5.0
+REMINDER_S = 60.0
+LINGER_S = 10.0
+
+
+class Neighbours(Surroundings):
+    """The trainer's view of a node."""
+
+    def __init__(self, node: Node, config: Config, *, events: EventLog, stop: threading.Event, say: Say) -> None:
+        self.node = node
+        self.config = config
+        self.expected = config.network.min_peers  # replicas without which training does not go on
+        self.gave_up = False
+        self._events = events
+        self._stop = stop
+        self._say = say
+        self._ended = threading.Event()
+        self._known: dict[str, PeerRecord] = {}
+        self._watcher = threading.Thread(target=self._watch, name="swarmkit-watch", daemon=True)
+        self._watcher.start()
+
+    # -- what the trainer calls ----------------------------------------------------------------------------------------
+
+    def fetch_state(self) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """See Surroundings; the others read the progress in this peer's state."""
+        percent = -1
+
+        def progress(done: int, total: int) -> None:
+            nonlocal percent
+            if total and 100 * done // total >= percent + 5:
+                percent = 100 * done // total
+                self.node.heartbeat(state=f"downloading {percent} %")
+                self._say(f"downloading the state: {percent} % of {total / 1e6:.1f} MB")
+
+        return self.node.fetch_state(progress)
+
+    def report(self, **values: object) -> None:
+        """See Surroundings."""
+        self.node.heartbeat(**values, bytes_sent=self.node.bytes_sent, bytes_received=self.node.bytes_received)
+
+    def change_state(self, state: str) -> None:
+        """See Surroundings."""
+        self._events.emit("state", state=state)
+        try:
+            self.node.announce(state)
+        except TimeoutError:
+            self._say(f"nobody could be told that this peer is {state} now; the next heartbeat will")
+
+    def may_go_on(self, report: RoundReport | None) -> bool:
+        """See Surroundings: fewer replicas than network.min_peers wait for more, as long as max_wait_s."""
+        if self.expected < 2 or report is None or len(report.members) >= self.expected:
+            return True
+        if len(self.active()) >= self.expected:
+            return True
+        self.change_state("waiting")
+        if not self.wait_for(self.expected):
+            return False
+        self.change_state("training")
+        return True
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def active(self) -> list[PeerRecord]:
+        """Replicas that take part in rounds, this one included."""
+        return [record for record in self.node.table() if record.is_active]
+
+    def wait_for(self, count: int, still: Callable[[int], int] = lambda count: count) -> bool:
+        """Wait until `count` replicas are there, saying why; False when the time is up or this peer has to leave.
+
+        `still` may lower the count while it waits.
+        """
+        started = time.monotonic()
+        said = started - REMINDER_S + FIRST_WORD_S
+        while not self._stop.is_set():
+            count = still(count)
+            if self.node.wait_for_peers(count, timeout=0.5):
+                return True
+            waited = time.monotonic() - started
+            if waited > self.config.network.max_wait_s:
+                self._say(f"gave up: {self._missing(count)} after {waited:.0f} s (network.max_wait_s)")
+                self.gave_up = True
+                return False
+            if time.monotonic() - said >= REMINDER_S:
+                said = time.monotonic()
+                left = self.config.network.max_wait_s - waited
+                self._say(f"waiting: {self._missing(count)}; giving up in {left:.0f} s")
+        return False
+
+    def _missing(self, count: int) -> str:
+        others = [record for record in self.node.table() if record.peer_id != self.node.peer_id]
+        listed = ", ".join(f"{record.peer_id[-8:]} is {record.state}" for record in others) or "no other peer is known"
+        return f"{len(self.active())} of {count} replicas are here ({listed})"
+
+    def linger(self) -> None:
+        """Stay a moment after the last round: a peer that missed it can still get the state from here."""
+        deadline = time.monotonic() + min(LINGER_S, self.config.network.round_timeout_s)
+        while time.monotonic() < deadline and not self._stop.is_set():
+            others = [record for record in self.active() if record.peer_id != self.node.peer_id]
+            if all(record.step >= self.config.steps for record in others):
+                return
+            self._stop.wait(0.2)
+
+    # -- data slots ----------------------------------------------------------------------------------------------------
+
+    def claim_slot(self) -> int:
+        """Take the lowest slot of the data that nobody has; of two who want the same the earlier peer keeps it."""
+        slot = -1
+        for _ in range(5):
+            others = [r for r in self.node.refresh() if r.peer_id != self.node.peer_id and r.slot >= 0]
+            mine = next(record for record in self.node.table() if record.peer_id == self.node.peer_id)
+            rivals = {r.slot for r in others if (r.joined_at, r.peer_id) < (mine.joined_at, mine.peer_id)}
+            if slot >= 0 and slot not in rivals:
+                return slot
+            taken = {record.slot for record in others}
+            slot = next(number for number in range(len(taken) + 1) if number not in taken)
+            self.node.heartbeat(slot=slot)
+            self.node.announce(mine.state)
+        return slot
+
+    # -- who comes and goes --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        self._watcher.join(timeout=2)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.config.network.heartbeat_s / 2):
+            present = {r.peer_id: r for r in self.node.table() if r.role == "replica" and r.state != "gone"}
+            for peer_id in present.keys() - self._known.keys() - {self.node.peer_id}:
+                self._events.emit("peer_joined", id=peer_id, state=present[peer_id].state)
+            for peer_id in self._known.keys() - present.keys():
+                last = self._known[peer_id]
+                reason = f"{peer_id[-8:]}, last seen {last.state} at step {last.step}"
+                self._events.emit("peer_lost", id=peer_id, state=last.state, step=last.step, reason=reason)
+            self._known = {peer_id: r for peer_id, r in present.items() if peer_id != self.node.peer_id}

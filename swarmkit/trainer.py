@@ -1,0 +1,366 @@
+"""The training loop: batch, loss, strategy step, metrics, evaluation, checkpoint."""
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from swarmkit import checkpoint
+from swarmkit.config import Config, config_to_json
+from swarmkit.data.corpus import Batch, Corpus
+from swarmkit.errors import JoinFailed, RoundFailed, SwarmError, TrainingDiverged
+from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
+from swarmkit.lr import learning_rate
+from swarmkit.optim.synced import RoundReport, SyncedOptimizer
+from swarmkit.training_state import State, collect, resume_exactly, resume_shared
+
+# How often a peer that was left behind fetches the state anew before it gives up.
+REJOIN_ATTEMPTS = 5
+
+
+class Source(Protocol):
+    """Where batches come from; see data.Stream."""
+
+    def next(self) -> Batch:
+        """Draw the next batch."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """The position, as JSON."""
+        ...
+
+    def load(self, state: Any) -> None:  # noqa: ANN401 - what `state` returned, from JSON
+        """Go on from a position."""
+        ...
+
+
+class Events(Protocol):
+    """Where the trainer says what happens; see metrics.EventLog."""
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """Report one event."""
+        ...
+
+
+class Surroundings:
+    """What the loop needs from the process around it; this one is alone in the world."""
+
+    def fetch_state(self) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """Get the swarm's state from another peer; raises SwarmError."""
+        raise JoinFailed("this peer has nobody to fetch a state from")
+
+    def report(self, **values: object) -> None:
+        """Tell the others where this peer stands."""
+
+    def change_state(self, state: str) -> None:
+        """Tell the others that this peer is training, evaluating, joining, ..."""
+
+    def may_go_on(self, report: RoundReport | None) -> bool:
+        """Called before each step with the last round; may wait for peers, and is False when there is no point."""
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How training ended for this peer."""
+
+    step: int
+    round: int
+    digest: str
+    tokens: int  # that this peer learnt from
+    finished: bool  # False: it was asked to leave, or was left alone
+    score: Score | None  # None: another member of the last round evaluates
+    sample: str
+
+
+class _Stopwatch:
+    """Where the time since the last report went, in seconds."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.started = time.perf_counter()
+        self.compute = self.communication = self.waiting = 0.0
+        self.tokens = self.samples = 0
+
+    @property
+    def elapsed(self) -> float:
+        return max(1e-9, time.perf_counter() - self.started)
+
+
+class Trainer:
+    """Trains one replica. It knows a collective only through the optimizer, and no network at all."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: nn.Module,
+        optimizer: SyncedOptimizer,
+        source: Source,
+        corpus: Corpus,
+        events: Events,
+        checkpoints: Path,
+        device: torch.device | None = None,
+        surroundings: Surroundings | None = None,
+        evaluates_alone: bool = False,
+    ) -> None:
+        """Prepare to train.
+
+        With `evaluates_alone` every peer evaluates at the end; without, the first member of the last round does so for
+        all, because the anchor is the same everywhere.
+        """
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.source = source
+        self.corpus = corpus
+        self.events = events
+        self.device = device or torch.device("cpu")
+        self.stop = threading.Event()  # set it, and the loop ends after the step that runs
+        self.tokens = 0
+        self._checkpoints = checkpoints
+        self._around = surroundings or Surroundings()
+        self._evaluates_alone = evaluates_alone
+        self._watch = _Stopwatch()
+        self._losses: list[tuple[int, Tensor]] = []  # step and loss of each micro-batch since the last check
+        self._last_round: RoundReport | None = None
+        self._evaluated_at = self._saved_at = 0
+        optimizer.on_round.append(self._on_round)
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def resume(self, state: State, *, exactly: bool) -> None:
+        """Go on from a checkpoint: exactly, or from what all peers shared, on any number of peers."""
+        if exactly:
+            resume_exactly(self.model, self.optimizer, state)
+            self.source.load(state[1]["data"])
+            self.tokens = int(state[1].get("tokens", 0))
+        else:
+            resume_shared(self.optimizer, state)
+        self._evaluated_at = self._saved_at = self.optimizer.step_count
+
+    def join(self, *, observe: bool = True) -> None:
+        """Fetch the state of a running swarm and take part in its current round, until that works.
+
+        A peer that is left behind does the same. Without `observe` the state is all: the run has not begun. Raises
+        SwarmError when it failed too often.
+        """
+        reason = ""
+        for attempt in range(REJOIN_ATTEMPTS):
+            if self.stop.is_set():
+                return
+            self.events.emit("state", state="joining", attempt=attempt)
+            try:
+                self._adopt(*self._around.fetch_state(), observe=observe)
+            except RoundFailed as error:
+                reason = error.reason
+                continue
+            except SwarmError as error:
+                reason = str(error)
+                self.stop.wait(0.5 * 2**attempt)
+                continue
+            self.events.emit("state", state="training", step=self.optimizer.step_count, round=self.optimizer.round)
+            return
+        raise JoinFailed(f"the swarm's state could not be adopted in {REJOIN_ATTEMPTS} attempts; the last: {reason}")
+
+    def _adopt(self, tensors: dict[str, Tensor], meta: Mapping[str, Any], *, observe: bool) -> None:
+        self.optimizer.load_snapshot(tensors, meta)
+        self._losses.clear()
+        if observe and self.optimizer.step_count < self.config.steps:
+            self._set_learning_rate()
+            self.optimizer.observe_round()
+        self._evaluated_at = self._saved_at = self.optimizer.step_count
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Train to the last step, or until `stop` is set, and leave everything in order."""
+        self._watch.restart()
+        while self.optimizer.step_count < self.config.steps and not self.stop.is_set():
+            if not self._around.may_go_on(self._last_round):
+                break
+            if self.optimizer.needs_state:
+                self.join()
+                continue
+            self.step()
+        return self._finish()
+
+    def step(self) -> None:
+        """One optimizer step, and what is due after it."""
+        self._set_learning_rate()
+        self._forward_backward()
+        if self.device.type == "cpu":
+            self._check_losses()
+        if self.config.optimizer.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        rounds = self.optimizer.round
+        started = time.perf_counter()
+        self.optimizer.step()
+        spent = time.perf_counter() - started
+        if self.optimizer.round > rounds:
+            self._watch.communication += spent
+        else:
+            self._watch.compute += spent
+        self.optimizer.zero_grad()
+        self._after_step()
+
+    def _set_learning_rate(self) -> None:
+        step, steps = self.optimizer.step_count, self.config.steps
+        rate = learning_rate(step, config=self.config.optimizer, total_steps=steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _forward_backward(self) -> None:
+        started = time.perf_counter()
+        parts = self.config.accumulate
+        for _ in range(parts):
+            batch = self.source.next()
+            inputs = batch.inputs.to(self.device, non_blocking=True)
+            targets = batch.targets.to(self.device, non_blocking=True)
+            loss: Tensor = self.model.loss(inputs, targets)  # type: ignore[operator]
+            (loss / parts).backward()  # type: ignore[no-untyped-call]
+            self._losses.append((self.optimizer.step_count + 1, loss.detach()))
+            self.optimizer.samples += len(inputs)
+            self._watch.samples += len(inputs)
+            self._watch.tokens += targets.numel()
+            self.tokens += targets.numel()
+        self._watch.compute += time.perf_counter() - started
+
+    def _check_losses(self) -> None:
+        """Raise TrainingDiverged for the first loss that is not finite. On CUDA this waits for the device."""
+        for step, loss in self._losses:
+            if not math.isfinite(loss.item()):
+                raise TrainingDiverged(
+                    f"loss {loss.item()} in step {step} on peer {self.optimizer.collective.peer_id}: training stopped "
+                    "and the checkpoints were left as they are; lower optimizer.lr, or set optimizer.clip"
+                )
+
+    def _after_step(self) -> None:
+        step = self.optimizer.step_count
+        if step == 1 or step % self.config.log.every == 0:
+            self._log()
+        if self._is_due(self.config.eval.every, self._evaluated_at) and self._at_round():
+            self._evaluated_at = step
+            if self._evaluates():
+                self._score()
+        if self._is_due(self.config.checkpoint.every, self._saved_at) and self._at_round():
+            self.save()
+
+    def _is_due(self, every: int, last: int) -> bool:
+        return every > 0 and self.optimizer.step_count // every > last // every
+
+    def _at_round(self) -> bool:
+        """True right after a round: only then is there a new anchor to evaluate."""
+        return self._last_round is not None and self._last_round.step == self.optimizer.step_count
+
+    def _log(self) -> None:
+        self._check_losses()
+        watch, step = self._watch, self.optimizer.step_count
+        loss = torch.stack([loss for _, loss in self._losses]).mean().item() if self._losses else math.nan
+        rate = watch.tokens / watch.elapsed
+        self.events.emit(
+            "train",
+            step=step,
+            loss=loss,
+            tokens=self.tokens,
+            tokens_per_s=rate,
+            lr=self.optimizer.lr,
+            compute_s=watch.compute,
+            communication_s=max(0.0, watch.communication - watch.waiting),
+            waiting_s=watch.waiting,
+        )
+        self._around.report(step=step, loss=loss, tokens_per_s=rate, round=self.optimizer.round)
+        self._losses.clear()
+        watch.restart()
+
+    def _on_round(self, report: RoundReport) -> None:
+        self._last_round = report
+        self._watch.waiting += report.waited
+        # Hashing the anchor costs as much as a small step: too much where every step is a round.
+        cheap = report.window > 1 or report.step % self.config.log.every == 0
+        digest = self.optimizer.digest() if cheap else ""
+        fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
+        self.events.emit("round", digest=digest, **fields)
+        self._around.report(round=report.round + 1, step=report.step, **({"digest": digest} if digest else {}))
+
+    # -- evaluation and checkpoints ------------------------------------------------------------------------------------
+
+    def _evaluates(self) -> bool:
+        """True for one member of the last round, and for a peer whose round failed."""
+        members = self._last_round.members if self._last_round is not None else ()
+        return not members or members[0] == self.optimizer.collective.peer_id
+
+    def _score(self) -> Score:
+        started = time.perf_counter()
+        with at_anchor(self.model, self.optimizer):
+            score = evaluate(self.model, self._validation(), self.device)
+        seconds = time.perf_counter() - started
+        self.events.emit(
+            "eval",
+            step=self.optimizer.step_count,
+            tokens=self.tokens,
+            loss=score.loss,
+            bpb=score.bpb,
+            accuracy=score.accuracy,
+            seconds=seconds,
+        )
+        return score
+
+    def _validation(self) -> Iterator[Batch]:
+        return self.corpus.validation(self.config.batch_size, self.config.eval.batches)
+
+    def save(self) -> Path:
+        """Write a checkpoint of this peer."""
+        self._check_losses()
+        tensors, meta = collect(self.model, self.optimizer, self.source.state())
+        # With its configuration and what the data look like, a checkpoint can be used without the run that made it.
+        meta |= {"tokens": self.tokens, "config": config_to_json(self.config), "spec": asdict(self.corpus.spec)}
+        path = checkpoint.save(self._checkpoints, tensors, meta, keep=self.config.checkpoint.keep)
+        self._saved_at = self.optimizer.step_count
+        self.events.emit("checkpoint", step=self._saved_at, path=str(path))
+        return path
+
+    def _finish(self) -> Outcome:
+        """Bring the running window in, so that its work is not lost, and leave a checkpoint."""
+        finished = self.optimizer.step_count >= self.config.steps
+        if self.optimizer.step_count:
+            self._check_losses()
+            self.optimizer.finish()
+            if self.optimizer.needs_state and finished:
+                self.join()
+        if self._losses:
+            self._log()
+        self._around.change_state("evaluating" if finished else "draining")
+        evaluates = finished and (self._evaluates_alone or self._evaluates())
+        score = self._score() if evaluates else None
+        sample = self._sample() if evaluates else ""
+        if self.optimizer.step_count:
+            self.save()
+        outcome = Outcome(
+            step=self.optimizer.step_count,
+            round=self.optimizer.round,
+            digest=self.optimizer.digest(),
+            tokens=self.tokens,
+            finished=finished,
+            score=score,
+            sample=sample,
+        )
+        self._around.report(step=outcome.step, round=outcome.round, digest=outcome.digest)
+        return outcome
+
+    def _sample(self) -> str:
+        spec, settings = self.corpus.spec, self.config.sample
+        if not settings.tokens or spec.kind != "tokens" or spec.classes != 256 or not hasattr(self.model, "generate"):
+            return ""
+        with at_anchor(self.model, self.optimizer):
+            text = continue_text(self.model, settings, seed=self.config.seed, device=self.device)
+        self.events.emit("sample", text=text, prompt=settings.prompt, step=self.optimizer.step_count)
+        return text

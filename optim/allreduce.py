@@ -1,6 +1,7 @@
 """AllReduce: average the gradients in every step, the baseline that all else is measured against."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class AllReduce(SyncedOptimizer):
         if weight > 0:
             self._kept = [tensor.clone() for tensor in contribution[: len(self._parameters) + 1]]
             self._kept_weight = weight
-            self.samples = 0.0
+        self.samples = 0.0
 
     def _apply(self, mean: list[Tensor]) -> float:
         *gradients, present = mean
@@ -74,6 +75,11 @@ class AllReduce(SyncedOptimizer):
         torch._foreach_copy_(self._anchor, self._parameters)
         return float(torch.stack(torch._foreach_norm(gradients)).norm()) if gradients else 0.0
 
+    def load_snapshot(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """See SyncedOptimizer; kept gradients belong to the parameters that the snapshot replaces, and go."""
+        super().load_snapshot(tensors, meta)
+        self._kept, self._kept_weight = [], 0.0
+
     def state_dict(self) -> dict[str, Any]:
         """See SyncedOptimizer; gradients kept from a failed round are part of it."""
         return super().state_dict() | {"kept": [t.clone() for t in self._kept], "kept_weight": self._kept_weight}
@@ -81,5 +87,5 @@ class AllReduce(SyncedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See SyncedOptimizer."""
         super().load_state_dict(state_dict)
-        self._kept = list(state_dict["kept"])
+        self._kept = [tensor.clone() for tensor in state_dict["kept"]]
         self._kept_weight = state_dict["kept_weight"]

@@ -1,5 +1,6 @@
 """DiLoCo: an outer Nesterov step on the averaged pseudo-gradient every H inner steps (arXiv 2311.08105)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,14 +87,23 @@ class DiLoCo(SyncedOptimizer):
                 found[f"{self._name(i)}/momentum_buffer"] = buffer
         return found
 
-    def _load_outer(self, tensors: dict[str, Tensor]) -> None:
+    def _check_outer(self, tensors: Mapping[str, Tensor]) -> None:
+        wanted = {f"{self._name(i)}/momentum_buffer": anchor for i, anchor in enumerate(self._anchor)}
+        unknown = sorted(set(tensors) - set(wanted if self._outer_momentum else ()))
+        if unknown:
+            raise ValueError(f"outer tensor {unknown[0]!r} is unknown here")
+        for name, anchor in wanted.items():
+            if tensors and name not in tensors:
+                raise ValueError(f"outer tensor {name!r} is missing from the snapshot")
+            if tensors and (tensors[name].shape != anchor.shape or tensors[name].dtype != anchor.dtype):
+                raise ValueError(
+                    f"outer tensor {name!r} is {tensors[name].dtype}{list(tensors[name].shape)}, "
+                    f"{anchor.dtype}{list(anchor.shape)} here"
+                )
+
+    def _load_outer(self, tensors: Mapping[str, Tensor]) -> None:
+        self.outer.state.clear()
         for i, anchor in enumerate(self._anchor):
-            name = f"{self._name(i)}/momentum_buffer"
-            buffer = tensors.pop(name, None)
-            if buffer is None:
-                self.outer.state.pop(anchor, None)
-            elif buffer.shape != anchor.shape or buffer.dtype != anchor.dtype:
-                raise ValueError(f"outer tensor {name!r} is {buffer.dtype}{list(buffer.shape)}")
-            else:
+            buffer = tensors.get(f"{self._name(i)}/momentum_buffer")
+            if buffer is not None:
                 self.outer.state[anchor] = {"momentum_buffer": buffer.to(anchor.device, copy=True)}
-        super()._load_outer(tensors)

@@ -39,14 +39,19 @@ def inner_tensors(
     return tensors, numbers
 
 
-def load_inner_tensors(
-    inner: torch.optim.Optimizer,
-    parameters: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    numbers: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Give the inner optimizer the state that `inner_tensors` named; raises ValueError for unknown parameters."""
-    found: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
+InnerState = dict[str, dict[str, Any]]
+
+
+def read_inner_state(
+    parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]
+) -> InnerState:
+    """The inner state that `inner_tensors` named, by parameter and key; raises ValueError for what does not fit."""
+    found: InnerState = {}
+    for name, values in numbers.items():
+        for key, value in values.items():
+            if not isinstance(value, int | float | bool):
+                raise ValueError(f"inner state {name}/{key} is of type {type(value).__name__}, not a number")
+        found[name] = dict(values)
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
         found.setdefault(name, {})[key] = tensor
@@ -57,9 +62,28 @@ def load_inner_tensors(
         for key, value in state.items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameters[name].shape:
                 raise ValueError(f"inner state {name}/{key} has shape {list(value.shape)}")
+    return found
+
+
+def load_inner_tensors(
+    inner: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give the inner optimizer the state that `inner_tensors` named, or raise as `read_inner_state` does."""
+    found = read_inner_state(parameters, tensors, numbers)
     for name, parameter in parameters.items():
-        inner.state[parameter] = {key: _placed(key, value, parameter) for key, value in found.get(name, {}).items()}
-        if not inner.state[parameter]:
+        inner.state.pop(parameter, None)
+        if found.get(name):
+            inner.state[parameter] = {key: _placed(key, value, parameter) for key, value in found[name].items()}
+
+
+def drop_broken_state(inner: torch.optim.Optimizer) -> None:
+    """Let the inner optimizer start afresh where its state holds NaN or infinity, which no later step would clear."""
+    for parameter, state in list(inner.state.items()):
+        tensors = (value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point())
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
             del inner.state[parameter]
 
 

@@ -12,7 +12,14 @@ from torch import Tensor
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.schedule import Every, Schedule
-from swarmkit.optim.snapshot import digest_tensors, inner_tensors, load_inner_tensors, take
+from swarmkit.optim.snapshot import (
+    digest_tensors,
+    drop_broken_state,
+    inner_tensors,
+    load_inner_tensors,
+    read_inner_state,
+    take,
+)
 
 Closure = Callable[[], Any]
 
@@ -100,10 +107,13 @@ class SyncedOptimizer(torch.optim.Optimizer):
         """Outer state by name, for snapshots."""
         return {}
 
-    def _load_outer(self, tensors: dict[str, Tensor]) -> None:
-        """Adopt outer state from a snapshot; raises ValueError naming what does not fit."""
+    def _check_outer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError naming what of a snapshot's outer state does not fit."""
         if tensors:
             raise ValueError(f"unknown outer state {sorted(tensors)[:3]}")
+
+    def _load_outer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Adopt outer state that `_check_outer` has passed."""
 
     # -- an ordinary optimizer ---------------------------------------------------------------------------------------
 
@@ -193,14 +203,15 @@ class SyncedOptimizer(torch.optim.Optimizer):
             key = RoundKey(self.round_name, self.round)
             reduced = self.collective.all_reduce(contribution, round=key, weight=weight).result()
         except RoundFailed as error:
-            self._on_failure(contribution, weight)
+            with self._lock:
+                self._on_failure(contribution, weight)
+                if trouble is not None:
+                    self._discard()
+                self._close_window()
             report = replace(report, failed=trouble or error.reason, missed=error.missed)
             self.needs_state = self.needs_state or error.missed
         else:
             report = self._on_success(reduced, report, trouble)
-        self._window = None
-        self._synced_step = self.step_count
-        self.round += 1
         self.last_report = report
         for callback in self.on_round:
             callback(report)
@@ -226,7 +237,11 @@ class SyncedOptimizer(torch.optim.Optimizer):
             norm = self._apply(reduced.tensors[:split])
             if self._buffers:
                 torch._foreach_copy_(self._buffers, reduced.tensors[split:])
-        self.samples, self._unsent_steps = 0.0, 0
+            if trouble is not None:
+                drop_broken_state(self.inner)
+            self.samples, self._unsent_steps = 0.0, 0
+            # Under the same lock as the new anchor: a snapshot must not pair it with the old round's number.
+            self._close_window()
         return replace(
             report,
             members=reduced.members,
@@ -241,12 +256,25 @@ class SyncedOptimizer(torch.optim.Optimizer):
     def _on_failure(self, contribution: list[Tensor], weight: float) -> None:
         """Keep what a failed round did not take; parameters that drift on need nothing."""
 
+    def _discard(self) -> None:
+        """Throw away local work that is not finite: no later round could take it."""
+        self._restore_parameters()
+        drop_broken_state(self.inner)
+        self.samples, self._unsent_steps = 0.0, 0
+
+    def _close_window(self) -> None:
+        self._window = None
+        self._synced_step = self.step_count
+        self.round += 1
+
     # -- the anchor --------------------------------------------------------------------------------------------------
 
     def _adopt_parameters(self) -> None:
         """Make the present parameters the anchor."""
         self._parameters = list(self.parameters())
         self._anchor = [self._held(parameter) for parameter in self._parameters]
+        if len(self.anchor()) != len(self._anchor):
+            raise ValueError("names: two parameters have the same name")
 
     def _held(self, tensor: Tensor) -> Tensor:
         """A copy in float32 or wider, on the offload device; pinned there when that speeds transfers."""
@@ -316,9 +344,12 @@ class SyncedOptimizer(torch.optim.Optimizer):
         if window is not None and not (type(window) is int and window > 0):
             raise ValueError(f"window={window!r}: must be a positive number of steps or nothing")
         named = {self._name(i): parameter for i, parameter in enumerate(self._parameters)}
+        numbers = meta.get("inner") or {}
+        read_inner_state(named, parts["inner"], numbers)
+        self._check_outer(parts["outer"])
         with self._lock, torch.no_grad():
             self._load_outer(parts["outer"])
-            load_inner_tensors(self.inner, named, parts["inner"], meta.get("inner") or {})
+            load_inner_tensors(self.inner, named, parts["inner"], numbers)
             torch._foreach_copy_(self._anchor, [parts["anchor"][name] for name in self.anchor()])
             for i, buffer in enumerate(self._buffers):
                 buffer.copy_(parts["buffer"][str(i)])
@@ -364,12 +395,13 @@ class SyncedOptimizer(torch.optim.Optimizer):
         """Adopt a `state_dict`; the parameters come from the model's own."""
         if len(state_dict["anchor"]) != len(self._anchor):
             raise ValueError(f"state of {len(state_dict['anchor'])} parameters, this optimizer has {len(self._anchor)}")
+        self._check_outer(state_dict["outer"])
         with self._lock, torch.no_grad():
             self.inner.load_state_dict(state_dict["inner"])
             self.param_groups = self.inner.param_groups
             self.state = self.inner.state
             torch._foreach_copy_(self._anchor, list(state_dict["anchor"]))
-            self._load_outer(dict(state_dict["outer"]))
+            self._load_outer(state_dict["outer"])
             counters = state_dict["counters"]
             self.round = counters["round"]
             self.step_count = counters["step_count"]

@@ -10,7 +10,7 @@ class Split(Enum):
     """How the training samples are shared out between peers."""
 
     iid = "iid"  # every peer draws from everything
-    domain = "domain"  # each peer has domains (files, classes) of its own
+    domain = "domain"  # each peer has domains (files, folders, packages, classes) of its own
     dirichlet = "dirichlet"  # each peer has its own mixture of domains, drawn with concentration alpha
 
 
@@ -29,7 +29,7 @@ class DataConfig:
     split: Split = Split.iid
     alpha: float = 0.5  # concentration of split=dirichlet: small is unequal, large is iid
     validation: float = 0.05  # share that is held out
-    max_bytes: int = 0  # use only so much of the corpus, for quick runs; 0 uses all
+    max_bytes: int = 0  # of text: use only so much of it, for quick runs; 0 uses all
 
     def __post_init__(self) -> None:
         positive("data", self, "alpha")
@@ -48,7 +48,7 @@ class StdlibConfig(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class TextConfig(DataConfig):
-    """Text files, as bytes; plain, .gz or .xz; each path is a domain."""
+    """Text files, as bytes; plain, .gz or .xz; each file or folder that is named or matched is a domain."""
 
     name: str = "text"
     paths: list[str] = field(default_factory=list)  # files, folders or globs
@@ -84,7 +84,7 @@ class HFDataConfig(DataConfig):
     subset: str | None = None
     column: str = "text"
     streaming: bool = False  # read as it comes, for sets larger than the disk
-    tokenizer: str | None = None  # folder of a tokenizer; none: bytes
+    tokenizer: str | None = None  # a tokenizer's folder or name; none: bytes
 
     def __post_init__(self) -> None:
         DataConfig.__post_init__(self)

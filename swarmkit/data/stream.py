@@ -1,11 +1,14 @@
 """A peer's endless, reproducible stream of batches, with a position that a checkpoint keeps."""
 
+from collections.abc import Mapping
 from typing import TypedDict
 
 import numpy as np
 
 from swarmkit.data.config import Split
-from swarmkit.data.corpus import Batch, Corpus, Indices
+from swarmkit.data.corpus import Batch, Corpus
+from swarmkit.data.permutation import Indices, Permutation
+from swarmkit.data.split import split_samples
 from swarmkit.errors import DataError
 
 
@@ -13,16 +16,18 @@ class Position(TypedDict):
     """Where a stream stands: the next sample it will draw."""
 
     epoch: int
-    sample: int
+    sample: int  # of the slot's own, in this epoch
+    slots: int  # among which the samples of an epoch are dealt out
 
 
 class Stream:
     """Draws batches for one slot out of `slots`.
 
     With split=iid all slots share one permutation of the samples per epoch, and slot k takes every slots-th from the
-    k-th on: no sample is drawn twice in an epoch, whoever is slow. With the other splits each slot has a fixed set of
-    its own, reshuffled every epoch. A slot at or beyond `slots` (a volunteer more than planned) draws from everything
-    in an order of its own: what the planned slots draw does not change.
+    k-th on: no sample is drawn twice in an epoch, whoever is slow, and nothing is stored. With the other splits each
+    slot has a fixed set of its own, reshuffled every epoch. A slot at or beyond `slots` (a volunteer more than
+    planned) draws from everything in an order of its own: the planned slots stay disjoint among themselves, and what
+    they draw does not change; what the volunteer draws, one of them draws too.
     """
 
     def __init__(
@@ -33,67 +38,74 @@ class Stream:
         self._corpus = corpus
         self._slot, self._slots, self._batch_size, self._seed = slot, slots, batch_size, seed
         self._shared = split is Split.iid and slot < slots
-        count = len(corpus.domains())
-        self._mine = np.arange(count, dtype=np.int64)
+        self._own: Indices | None = None  # None: all samples
         if split is not Split.iid and slot < slots:
-            self._mine = split_samples(corpus.domains(), split, slots, alpha, seed)[slot]
-        if not len(self._mine) or (self._shared and count < slots):
-            raise DataError(f"slot {slot} of {slots} has no sample: use more data, fewer peers, or data.split=iid")
-        self._position = Position(epoch=0, sample=0)
-        self._order = self._shuffle(0)
+            self._own = split_samples(corpus.domains(), split, slots, alpha, seed)[slot]
+            self._count = len(self._own)
+        else:
+            self._count = len(range(slot, corpus.size, slots)) if self._shared else corpus.size
+        if not self._count:
+            raise DataError(
+                f"slot {slot} of {slots} has no sample with data.split={split.name}: "
+                "use more data, fewer peers, a larger data.alpha, or data.split=iid"
+            )
+        self._go_to(0, 0)
 
-    def _shuffle(self, epoch: int) -> Indices:
+    def _go_to(self, epoch: int, sample: int) -> None:
+        self._epoch, self._sample = epoch, sample
         if self._shared:
-            order = np.random.default_rng([self._seed, epoch]).permutation(self._mine)
-            return order[self._slot :: self._slots]
-        return np.random.default_rng([self._seed, epoch, self._slot + 1]).permutation(self._mine)
+            self._order = Permutation(self._corpus.size, self._seed, epoch)
+        else:
+            self._order = Permutation(self._count, self._seed, epoch, self._slot)
+
+    def _numbers(self, start: int, stop: int) -> Indices:
+        """The corpus's numbers of this epoch's samples from `start` to `stop`."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        if self._shared:
+            return self._order(self._slot + self._slots * positions)
+        drawn = self._order(positions)
+        return drawn if self._own is None else self._own[drawn]
 
     def next(self) -> Batch:
         """Draw the next batch; a new epoch begins where the samples end."""
         drawn: list[Indices] = []
         missing = self._batch_size
         while missing:
-            start = self._position["sample"]
-            taken = self._order[start : start + missing]
-            drawn.append(taken)
-            missing -= len(taken)
-            self._position["sample"] += len(taken)
-            if self._position["sample"] >= len(self._order):
-                self._position = Position(epoch=self._position["epoch"] + 1, sample=0)
-                self._order = self._shuffle(self._position["epoch"])
+            stop = min(self._sample + missing, self._count)
+            drawn.append(self._numbers(self._sample, stop))
+            missing -= stop - self._sample
+            if stop < self._count:
+                self._sample = stop
+            else:
+                self._go_to(self._epoch + 1, 0)
         return self._corpus.fetch(np.concatenate(drawn))
+
+    def seek(self, samples: int) -> None:
+        """Go to where this stream stands after drawing so many samples: for a peer that takes a slot over."""
+        if samples < 0:
+            raise ValueError(f"samples={samples}: must not be negative")
+        self._go_to(*divmod(samples, self._count))
 
     def state(self) -> Position:
         """The position, for a checkpoint."""
-        return Position(epoch=self._position["epoch"], sample=self._position["sample"])
+        return Position(epoch=self._epoch, sample=self._sample, slots=self._slots)
 
-    def load(self, state: Position) -> None:
-        """Go on from a position; raises ValueError when it cannot be one of this stream's."""
-        epoch, sample = int(state["epoch"]), int(state["sample"])
-        order = self._shuffle(epoch) if epoch >= 0 else self._order[:0]
-        if not 0 <= sample < len(order):
-            raise ValueError(f"position {dict(state)} does not exist in this stream: other data, split or peers?")
-        self._position, self._order = Position(epoch=epoch, sample=sample), order
+    def load(self, state: Mapping[str, int]) -> None:
+        """Go on from a position; raises ValueError when there is no such position in this stream.
 
-
-def split_samples(domains: Indices, split: Split, slots: int, alpha: float, seed: int) -> list[Indices]:
-    """Give every sample to one slot, by domain or by a Dirichlet mixture; the same on all peers.
-
-    By domain, slot k has the domains k, k + slots, ...; when there are fewer domains than slots, those that share one
-    deal its samples out in turn. Dirichlet as in arXiv 1909.06335: each domain is shared out in proportions drawn with
-    concentration `alpha`.
-    """
-    rng = np.random.default_rng([seed, slots])
-    shares: list[list[Indices]] = [[] for _ in range(slots)]
-    present = np.unique(domains)
-    for number, domain in enumerate(present):
-        members = np.flatnonzero(domains == domain)
-        if split is Split.domain:
-            owners = [slot for slot in range(slots) if slot % len(present) == number] or [number % slots]
-            for turn, owner in enumerate(owners):
-                shares[owner].append(members[turn :: len(owners)])
-        else:
-            cuts = np.cumsum(rng.dirichlet([alpha] * slots))[:-1] * len(members)
-            for slot, part in enumerate(np.split(rng.permutation(members), cuts.round().astype(np.int64))):
-                shares[slot].append(part)
-    return [np.concatenate(parts) if parts else np.empty(0, dtype=np.int64) for parts in shares]
+        A position among another number of slots, all of which stood there, is translated: with split=iid nothing that
+        they drew in this epoch is drawn again before the next, and less than one sample per slot is left out.
+        """
+        epoch, sample, slots = int(state["epoch"]), int(state["sample"]), int(state.get("slots", self._slots))
+        if epoch < 0 or sample < 0 or slots < 1:
+            raise ValueError(f"position {dict(state)}: must not be negative")
+        if slots != self._slots:
+            sample = -(-sample * slots // self._slots)
+            if sample >= self._count:
+                epoch, sample = epoch + 1, 0
+        if sample >= self._count:
+            raise ValueError(
+                f"position {dict(state)}: this stream has {self._count} samples in an epoch; "
+                "the data, data.split or the number of peers have changed since the checkpoint"
+            )
+        self._go_to(epoch, sample)

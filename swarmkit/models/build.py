@@ -45,6 +45,12 @@ def build_model(config: ModelConfig, spec: "DataSpec", *, seed: int) -> nn.Modul
         raise ConfigError(
             f"model={config.name}: it needs {wanted}, the data are {spec.kind}; choose another model or data"
         )
+    # torch's modules fill themselves from the global generator before their weights are set: leave that as it was.
+    with torch.random.fork_rng(devices=[]):
+        return _build(config, spec, seed)
+
+
+def _build(config: ModelConfig, spec: "DataSpec", seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     match config:
         case GPTConfig():

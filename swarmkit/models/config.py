@@ -86,3 +86,8 @@ class HFModelConfig(ModelConfig):
     model_type: str = "gpt2"  # without a folder: the architecture to build with random weights
     config: dict[str, int | float | str | bool] = field(default_factory=dict)  # its settings, as in config.json
     context: int = 128  # tokens that a training sample has
+
+    def __post_init__(self) -> None:
+        at_least("model", self, 1, "context")
+        if self.folder is None and not self.model_type:
+            raise ValueError("model.model_type='': name an architecture, such as gpt2, or set model.folder")

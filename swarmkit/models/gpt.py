@@ -101,7 +101,6 @@ class GPT(nn.Module):
         """Mean cross entropy per token, in nats."""
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
 
-    @torch.no_grad()
     def generate(
         self,
         prompt: Tensor,
@@ -112,21 +111,41 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Continue a prompt [time] by `count` tokens; temperature 0 always takes the likeliest."""
-        was_training = self.training
-        self.eval()
-        tokens = prompt.view(1, -1)
+        return continue_prompt(self, prompt, count, self.config.context, temperature, top_k, generator)
+
+
+@torch.no_grad()
+def continue_prompt(
+    model: nn.Module,
+    prompt: Tensor,
+    count: int,
+    context: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Append `count` tokens to a prompt [time], each drawn from what the model says of the last `context` tokens."""
+    if prompt.dim() != 1 or not len(prompt):
+        raise ValueError(f"prompt of shape {tuple(prompt.shape)}: must be one row of at least one token")
+    if count < 0 or not temperature >= 0 or (top_k is not None and top_k < 1):
+        raise ValueError(f"count={count}, temperature={temperature}, top_k={top_k}: count from 0, 0 and 1")
+    was_training = model.training
+    model.eval()
+    tokens = prompt.view(1, -1)
+    try:
         for _ in range(count):
-            logits = self(tokens[:, -self.config.context :])[:, -1]
+            logits = model(tokens[:, -context:])[:, -1]
             tokens = torch.cat((tokens, choose(logits, temperature, top_k, generator)), dim=1)
-        self.train(was_training)
-        return tokens[0]
+    finally:
+        model.train(was_training)
+    return tokens[0]
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Draw a token [batch, 1] from logits [batch, classes]."""
-    if temperature <= 0:
+    if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+    return torch.multinomial((logits.float() / temperature).softmax(dim=-1), 1, generator=generator)

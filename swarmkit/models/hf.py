@@ -1,5 +1,6 @@
 """Causal language models of the transformers library, behind this package's interface."""
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,30 @@ from torch import Tensor, nn
 
 from swarmkit.errors import ConfigError
 from swarmkit.models.config import HFModelConfig
+from swarmkit.models.gpt import continue_prompt
 
 
 class HFModel(nn.Module):
-    """Wraps an AutoModelForCausalLM; code that a checkpoint brings along is never run."""
+    """Wraps an AutoModelForCausalLM; code that a checkpoint brings along is never run.
+
+    Raises ConfigError when transformers is not installed, cannot build the model, or when the model has fewer tokens
+    than the data or a shorter context than the samples. `save_pretrained` of `.model` writes a folder for
+    `model.folder`.
+    """
 
     def __init__(self, config: HFModelConfig, classes: int, seed: int) -> None:
         super().__init__()
         self.context = config.context
         self.model = _build(config, classes, seed)
+        settings = self.model.config.get_text_config()
+        if settings.vocab_size < classes:
+            raise ConfigError(
+                f"model={config.folder or config.model_type}: it knows {settings.vocab_size} tokens, the data have "
+                f"{classes}; use the model's own data.tokenizer, or set model.config.vocab_size={classes}"
+            )
+        longest = getattr(settings, "max_position_embeddings", None)
+        if longest is not None and longest < config.context:
+            raise ConfigError(f"model.context={config.context}: this model sees {longest} tokens at most")
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits [batch, time, classes] for inputs [batch, time]."""
@@ -38,36 +54,42 @@ class HFModel(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """See GPT.generate."""
-        from swarmkit.models.gpt import choose
-
-        was_training = self.training
-        self.eval()
-        tokens = prompt.view(1, -1)
-        with torch.no_grad():
-            for _ in range(count):
-                logits = self(tokens[:, -self.context :])[:, -1]
-                tokens = torch.cat((tokens, choose(logits, temperature, top_k, generator)), dim=1)
-        self.train(was_training)
-        return tokens[0]
+        return continue_prompt(self, prompt, count, self.context, temperature, top_k, generator)
 
 
 def _build(config: HFModelConfig, classes: int, seed: int) -> Any:  # noqa: ANN401 - an untyped package
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except ImportError as error:
         raise ConfigError("model=hf needs the transformers package: pip install 'swarmkit-torch[hf]'") from error
     try:
-        if config.folder is not None:
-            folder = Path(config.folder).expanduser()
-            if not (folder / "config.json").is_file():
-                raise ConfigError(f"model.folder={config.folder!r}: there is no config.json in it")
-            return AutoModelForCausalLM.from_pretrained(
-                folder, trust_remote_code=False, use_safetensors=True, local_files_only=True
-            )
-        settings = AutoConfig.for_model(config.model_type, **{"vocab_size": classes, **config.config})
-        with torch.random.fork_rng(devices=[]):
-            # transformers initialises from the global generator.
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.model_type={config.model_type!r}, folder={config.folder!r}: {error}") from error
+        return (
+            _load(transformers, config) if config.folder is not None else _create(transformers, config, classes, seed)
+        )
+    except ConfigError:
+        raise
+    # What transformers raises for settings or files that it cannot use depends on the architecture.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        where = f"model_type={config.model_type!r}" if config.folder is None else f"folder={config.folder!r}"
+        raise ConfigError(f"model.{where}: transformers cannot build it: {error}") from error
+
+
+def _load(transformers: Any, config: HFModelConfig) -> Any:  # noqa: ANN401
+    folder = Path(config.folder or "").expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.folder={config.folder!r}: there is no config.json in it; name a checkpoint's folder")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, use_safetensors=True, local_files_only=True
+    )
+
+
+def _create(transformers: Any, config: HFModelConfig, classes: int, seed: int) -> Any:  # noqa: ANN401
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    if config.model_type not in known:
+        near = difflib.get_close_matches(config.model_type, known, n=1) or ["gpt2"]
+        raise ConfigError(f"model.model_type={config.model_type!r}: transformers has no such model; try {near[0]}")
+    settings = transformers.AutoConfig.for_model(config.model_type, **{"vocab_size": classes, **config.config})
+    with torch.random.fork_rng(devices=[]):
+        # transformers initialises from the global generator.
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)

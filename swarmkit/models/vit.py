@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from swarmkit.errors import ConfigError
 from swarmkit.models.classifier import Classifier
 from swarmkit.models.config import ViTConfig
 
@@ -14,7 +15,7 @@ class ViT(Classifier):
         super().__init__()
         channels, height, width = shape
         if height % config.patch or width % config.patch:
-            raise ValueError(f"model.patch={config.patch}: must divide the images' {height} x {width} pixels")
+            raise ConfigError(f"model.patch={config.patch}: must divide the images' {height} x {width} pixels")
         self.patches = nn.Conv2d(channels, config.dim, config.patch, config.patch)
         count = (height // config.patch) * (width // config.patch)
         self.positions = nn.Parameter(torch.empty(1, count, config.dim))
@@ -28,6 +29,10 @@ class ViT(Classifier):
             for parameter in self.parameters():
                 if parameter.dim() > 1:
                     nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
+            for name, parameter in self.named_parameters():
+                # torch draws some biases from its global generator, which differs between peers.
+                if name.endswith("bias"):
+                    parameter.zero_()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits [batch, classes]."""

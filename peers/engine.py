@@ -1,6 +1,7 @@
 """The one place that imports hivemind: its DHT node and P2P, set up so that nothing outlives this process."""
 
 import asyncio
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "get_dht_time",
     "start_dht",
     "start_p2p",
+    "stop_p2p",
 ]
 
 
@@ -76,6 +78,12 @@ def _explain(initial_peers: Sequence[str], error: Exception) -> str:
             "restarted without an identity file has a new /p2p/ id: copy the line that it prints now"
         )
     return f"p2pd did not start: {error}"
+
+
+async def stop_p2p(p2p: P2P) -> None:
+    """End p2pd; what it complains of while its socket is closed under it is no news."""
+    logging.getLogger("hivemind.p2p.p2p_daemon").setLevel(logging.CRITICAL)
+    await p2p.shutdown()
 
 
 async def start_dht(p2p: P2P, initial_peers: Sequence[str]) -> DHTNode:

@@ -12,7 +12,7 @@ from pathlib import Path
 from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.directory import LIFETIME_S, announce_run, find_run
-from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p
+from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p, stop_p2p
 from swarmkit.peers.errors import JoinFailed, PeerUnreachable, ProtocolError
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.loop import NetworkThread
@@ -281,7 +281,7 @@ class Node:
         if hasattr(self, "_dht"):
             await self._dht.shutdown()
         if hasattr(self, "_p2p"):
-            await self._p2p.shutdown()
+            await stop_p2p(self._p2p)
 
 
 def _routable_first(addresses: list[str]) -> list[str]:

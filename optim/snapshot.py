@@ -47,6 +47,9 @@ def read_inner_state(
 ) -> InnerState:
     """The inner state that `inner_tensors` named, by parameter and key; raises ValueError for what does not fit."""
     found: InnerState = {}
+    # What another peer sent may be of any kind, whatever the annotations say.
+    if not (isinstance(numbers, Mapping) and all(isinstance(values, Mapping) for values in numbers.values())):
+        raise ValueError("the inner state's numbers must be given by parameter and key")
     for name, values in numbers.items():
         for key, value in values.items():
             if not isinstance(value, int | float | bool):

@@ -27,12 +27,13 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *
 
     `meta` is JSON and has a "step". Everything is written under a temporary name, flushed to the disk and renamed; when
     anything goes wrong the temporary files go and the older checkpoints stay. Then all but the `keep` newest are
-    removed. Raises OSError when the disk is full or read-only.
+    removed, never the one just written. Raises OSError when the disk is full or read-only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     final = folder / f"step-{int(meta['step']):08d}"
     temporary = folder / f".{final.name}.{os.getpid()}.tmp"
+    replaced = folder / f".{final.name}.old.{os.getpid()}.tmp"
     try:
         temporary.mkdir()
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -45,13 +46,16 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *
         _flush(temporary)
         if final.exists():
             # The same step once more, after a resume: what is new is complete by now.
-            shutil.rmtree(final)
+            final.rename(replaced)
         temporary.rename(final)
         _flush(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in _candidates(folder)[keep:]:
+    shutil.rmtree(replaced, ignore_errors=True)
+    # What was just written is known to be whole and stays, even below damaged checkpoints of later steps.
+    others = [path for path in _candidates(folder) if path != final]
+    for old in others[max(0, keep - 1) :]:
         shutil.rmtree(old)
     return final
 
@@ -68,13 +72,13 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def verify(path: Path) -> dict[str, Any]:
     """Check a checkpoint against its manifest and return its meta; raises CheckpointError naming the file."""
     manifest_path = path / MANIFEST
-    if not manifest_path.is_file():
+    if not manifest_path.is_file() or manifest_path.is_symlink():
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}")
     try:
         manifest = json.loads(manifest_path.read_text())
         files, meta, checksum = dict(manifest["files"]), dict(manifest["meta"]), manifest["checksum"]
         version = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{manifest_path} is damaged: {error}") from error
     if version != FORMAT:
         raise CheckpointError(f"{manifest_path} has format {version}, this version reads {FORMAT}")
@@ -112,7 +116,8 @@ def latest(folder: Path) -> Path:
 
 def _candidates(folder: Path) -> list[Path]:
     """Checkpoint folders, the newest first."""
-    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdigit()]
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    found = [path for path in found if path.is_dir() and not path.is_symlink()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 

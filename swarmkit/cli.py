@@ -69,7 +69,7 @@ def local(overrides: Overrides = None) -> None:
 
         swarmkit local model=resnet data=digits launch.baseline=false
     """
-    from swarmkit.config import load_config
+    from swarmkit.compose import load_config
 
     config = load_config(overrides or [])
     from swarmkit.launch import run_local
@@ -87,7 +87,7 @@ def start(overrides: Overrides = None) -> None:
 
         swarmkit start name=kjv data=text data.paths=[kjv.txt.xz] network.listen=0.0.0.0:31337
     """
-    from swarmkit.config import load_config
+    from swarmkit.compose import load_config
 
     config = load_config(overrides or [])
     from swarmkit import peer
@@ -119,7 +119,7 @@ def bootstrap(overrides: Overrides = None) -> None:
 
         swarmkit bootstrap name=kjv network=wan network.identity=bootstrap.key
     """
-    from swarmkit.config import load_config
+    from swarmkit.compose import load_config
 
     config = load_config(overrides or [])
     from swarmkit import peer
@@ -193,7 +193,8 @@ def config(
 
         swarmkit config strategy=local_sgd strategy.sync.rule=qsr strategy.sync.alpha=0.01
     """
-    from swarmkit.config import config_to_json, config_to_yaml, load_config
+    from swarmkit.compose import load_config
+    from swarmkit.config import config_to_json, config_to_yaml
 
     composed = load_config(overrides or [])
     typer.echo(config_to_json(composed) if json else config_to_yaml(composed), nl=json)

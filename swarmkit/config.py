@@ -1,19 +1,15 @@
-"""The one description of every setting: dataclasses, composed by Hydra, checked as a whole before anything starts."""
+"""The one description of every setting: dataclasses, checked as a whole before anything starts."""
 
-import dataclasses
-import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from swarmkit.checks import at_least, positive
 from swarmkit.data.config import (
@@ -41,6 +37,8 @@ from swarmkit.strategy import (
 )
 
 MAX_JSON_BYTES = 128 << 10
+MAX_JSON_DEPTH = 8  # the deepest setting lies at 3
+MAX_NUMBER = 1 << 53  # beyond, a float no longer holds every integer
 COUNTS = ("peers", "steps", "batch_size", "accumulate", "stages")
 
 
@@ -73,7 +71,7 @@ class LogConfig:
     """Where metrics go besides events.jsonl."""
 
     every: int = 10  # inner steps between two train events
-    tensorboard: bool = False
+    tensorboard: bool = False  # also write TensorBoard files; needs the tensorboard extra
     prometheus_port: int = 0  # serve metrics on loopback; 0: do not
 
     def __post_init__(self) -> None:
@@ -98,10 +96,10 @@ class LaunchConfig:
 class SampleConfig:
     """The text that a text model writes at the end of a run."""
 
-    prompt: str = "def "
-    tokens: int = 200
-    temperature: float = 0.7
-    top_k: int = 40
+    prompt: str = "def "  # what it continues
+    tokens: int = 200  # to write; 0 writes no sample
+    temperature: float = 0.7  # 0 always takes the likeliest token
+    top_k: int = 40  # chooses among so many of the likeliest tokens
 
     def __post_init__(self) -> None:
         at_least("sample", self, 0, "tokens", "temperature")
@@ -117,7 +115,7 @@ class Config:
     steps: int = 400  # inner steps of each peer
     batch_size: int = 8  # samples per peer and micro-batch
     accumulate: int = 1  # micro-batches per inner step
-    seed: int = 0
+    seed: int = 0  # of the initial parameters, of the data's order and of the sample
     device: str = "auto"  # cpu, cuda, cuda:1, mps; auto takes CUDA when there is one
     threads: int = 1  # torch threads per peer; 0 leaves torch's own choice
     stages: int = 1  # parts that the model is cut into
@@ -141,15 +139,17 @@ class Config:
             raise ValueError("\n".join(problems))
 
 
-def _too_few(values: Mapping[str, int]) -> Iterator[str]:
+def _out_of_range(values: Mapping[str, int]) -> Iterator[str]:
     for name, value in values.items():
         if value < 1:
             yield f"{name}={value}: must be at least 1"
+        elif value >= MAX_NUMBER:
+            yield f"{name}: must be below 2^53"
 
 
 def _problems(config: Config) -> Iterator[str]:
     """Everything that cannot work although each part is fine in itself."""
-    yield from _too_few({name: getattr(config, name) for name in COUNTS})
+    yield from _out_of_range({name: getattr(config, name) for name in COUNTS})
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", config.name):
         yield f"name={config.name!r}: letters, digits, - and _ only, 64 at most (it names a folder and DHT keys)"
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device):
@@ -169,7 +169,9 @@ def _problems(config: Config) -> Iterator[str]:
         )
     if config.optimizer.warmup_steps >= config.steps >= 1:
         yield f"optimizer.warmup_steps={config.optimizer.warmup_steps}: must be below steps={config.steps}"
-    if config.network.min_peers > config.peers:
+    if not 0 <= config.seed < MAX_NUMBER:
+        yield f"seed={config.seed}: must be at least 0 and below 2^53"
+    if config.network.min_peers > config.peers >= 1:
         yield f"network.min_peers={config.network.min_peers}: more than peers={config.peers} will ever be there"
     yield from _misfits(config.model, config.data)
 
@@ -206,130 +208,35 @@ GROUPS: dict[str, dict[str, type]] = {
 }
 
 
-def _register() -> None:
-    store = ConfigStore.instance()
-    schema = OmegaConf.structured(Config)
-    for group in GROUPS:
-        # Of the group's type but without a value: a default of one choice would not let another be merged in.
-        schema[group] = MISSING
-    store.store(name="schema", node=schema)
-    for group, choices in GROUPS.items():
-        for name, node in choices.items():
-            # Under a name of its own: conf/<group>/<name>.yaml begins with it and says what differs.
-            store.store(group=group, name=f"{name}_schema", node=node)
-
-
-def load_config(overrides: Sequence[str] = ()) -> Config:
-    """Compose and check the configuration; raises ConfigError naming every key, value and reason at once."""
-    added = [override for override in overrides if override.startswith("+") and not override.startswith("+experiment=")]
-    if added:
-        key = added[0].lstrip("+").partition("=")[0]
-        raise ConfigError(_unknown_key(key, overrides))
-    _register()
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_module(config_module="swarmkit.conf", version_base="1.3"):
-            composed = compose("config", overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException, ConfigCompositionException) as error:
-        raise ConfigError(_explain(error, overrides)) from error
-    return _to_config(composed)
-
-
-def _to_config(composed: DictConfig) -> Config:
-    """Build the dataclasses part by part, so that the problems of all parts are told at once."""
+def to_config(composed: DictConfig) -> Config:
+    """Build the dataclasses part by part, so that the problems of all parts are told at once; raises ConfigError."""
     problems: list[str] = []
     for key in composed:
-        part = composed[key]
-        if isinstance(part, DictConfig):
+        if OmegaConf.is_missing(composed, key):
+            problems.append(f"{key}: has no value")
+        elif isinstance(part := composed[key], DictConfig):
             problems += _build_problems(part)
     if not problems:
         try:
             config = OmegaConf.to_object(composed)
-        except (ValueError, OmegaConfBaseException) as error:
+        except ValueError as error:
             problems += str(error).splitlines()
         else:
             assert isinstance(config, Config)
             return config
     else:
-        problems += _too_few({name: composed[name] for name in COUNTS})
+        problems += _out_of_range({name: composed[name] for name in COUNTS if not OmegaConf.is_missing(composed, name)})
     raise ConfigError("\n".join(problems))
 
 
 def _build_problems(part: DictConfig) -> list[str]:
     try:
         OmegaConf.to_object(part)
-    except (ValueError, OmegaConfBaseException) as error:
+    except MissingMandatoryValue as error:
+        return [f"{error.full_key}: has no value"]
+    except ValueError as error:
         return str(error).splitlines()
     return []
-
-
-def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """One line for what Hydra says in several: the key, the value, the reason and the nearest valid key."""
-    text = str(error)
-    cause = error.__cause__
-    if cause is not None:
-        text = f"{text}\n{cause}"
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        group = key.partition("@")[0]
-        if group in GROUPS and f"{group}/{value}" in text.replace("'", ""):
-            return f"{override}: no such {group}; {_nearest(value, list(GROUPS[group]))}"
-    match = re.search(r"Key '([^']+)' (?:is )?not in '([^']+)'", text) or re.search(
-        r"Could not override '([^']+)'", text
-    )
-    if match is not None and ("not in" in text or "struct" in text):
-        return _unknown_key(_override_key(overrides, match[1]), overrides)
-    lines = [line.strip() for line in text.splitlines() if line.strip() and "full_key" not in line]
-    full_key = re.search(r"full_key: (\S+)", text)
-    prefix = f"{full_key[1]}: " if full_key is not None else ""
-    return prefix + "; ".join(dict.fromkeys(line for line in lines if "object_type" not in line))
-
-
-def _unknown_key(key: str, overrides: Sequence[str]) -> str:
-    """Say that a key does not exist, and where it does or which one is near."""
-    group, _, rest = key.partition(".")
-    owners = [
-        name
-        for name, node in GROUPS.get(group, {}).items()
-        if rest in {entry.name for entry in dataclasses.fields(node)}
-    ]
-    if owners and key not in valid_keys(overrides):
-        return f"{key}: unknown key here; only {group}={' or '.join(owners)} has it"
-    return f"{key}: unknown key; {_nearest(key, list(valid_keys(overrides)))}"
-
-
-def _override_key(overrides: Sequence[str], name: str) -> str:
-    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    return next((key for key in keys if key == name or key.endswith(f".{name}") or name in key.split(".")), name)
-
-
-def _nearest(wrong: str, valid: list[str]) -> str:
-    close = difflib.get_close_matches(wrong, valid, n=1, cutoff=0.5)
-    if not close:
-        # The right word in the wrong section is more likely than a far-fetched spelling.
-        last = wrong.rpartition(".")[2]
-        close = [key for key in valid if key.rpartition(".")[2] == last][:1]
-    listed = ", ".join(valid) if len(valid) <= 12 else "see `swarmkit config`"
-    return f"did you mean {close[0]}? (valid: {listed})" if close else f"valid: {listed}"
-
-
-def valid_keys(overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Every dotted key that the choices in `overrides` leave valid."""
-    chosen = {"model": "gpt", "data": "stdlib", "strategy": "diloco", "optimizer": "adamw"}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in GROUPS and value in GROUPS[key]:
-            chosen[key] = value
-
-    def walk(kind: type, prefix: str) -> Iterator[str]:
-        for entry in dataclasses.fields(kind):
-            name = f"{prefix}{entry.name}"
-            yield name
-            inner = GROUPS[entry.name][chosen[entry.name]] if not prefix and entry.name in chosen else entry.type
-            if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-                yield from walk(inner, f"{name}.")
-
-    yield from walk(Config, "")
 
 
 def config_to_yaml(config: Config) -> str:
@@ -352,24 +259,35 @@ def config_from_json(text: str) -> Config:
         raise ConfigError(f"the published configuration is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError("the published configuration is not a JSON object")
-    if "${" in text:
-        raise ConfigError("the published configuration holds an interpolation, which nobody's should")
+    _refuse_unsafe(values)
     schema = OmegaConf.structured(Config)
     try:
         for group, choices in GROUPS.items():
-            name = values.get(group, {}).get("name", "") if isinstance(values.get(group), dict) else ""
-            if group != "network" and name not in choices:
+            section = values.get(group)
+            name = section.get("name") if isinstance(section, dict) else None
+            if group == "network":
+                continue
+            if not isinstance(name, str) or name not in choices:
                 raise ConfigError(f"the published configuration has {group}.name={str(name)[:40]!r}, unknown here")
-            if group != "network":
-                schema[group] = OmegaConf.structured(choices[name])
+            schema[group] = OmegaConf.structured(choices[name])
         OmegaConf.set_struct(schema, True)
         merged = OmegaConf.merge(schema, values)
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"the published configuration does not fit this version: {str(error).splitlines()[0]}"
-        ) from error
+        reason = str(error).splitlines()[0][:300]
+        raise ConfigError(f"the published configuration does not fit this version: {reason}") from error
     assert isinstance(merged, DictConfig)
-    return _to_config(merged)
+    return to_config(merged)
+
+
+def _refuse_unsafe(value: object, depth: int = 0) -> None:
+    """Raise ConfigError for an interpolation, however it was escaped, and for nesting that no configuration has."""
+    if depth > MAX_JSON_DEPTH:
+        raise ConfigError("the published configuration is nested too deeply")
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        raise ConfigError("the published configuration holds an interpolation or a missing value")
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    for item in inner:
+        _refuse_unsafe(item, depth + 1)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -386,7 +304,10 @@ def with_own_settings(config: Config, overrides: Sequence[str], allowed: Sequenc
         key, equals, _ = override.lstrip("+").partition("=")
         if not equals or not any(key == name or key.startswith(f"{name}.") for name in allowed):
             raise ConfigError(f"{override}: only {', '.join(allowed)} can be set here")
-    changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
-    assert isinstance(changes, dict)
-    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), changes))
-    return config_from_json(json.dumps(merged))
+    changed = OmegaConf.create(values)
+    try:
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            OmegaConf.update(changed, override.key_or_group, override.value())
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from error
+    return config_from_json(json.dumps(OmegaConf.to_container(changed)))

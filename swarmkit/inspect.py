@@ -28,19 +28,27 @@ def find_checkpoint(path: Path) -> Path:
     folders = [folder for folder in folders if "baseline" not in folder.parts] or folders
     if not folders:
         raise CheckpointError(f"{path}: there is no checkpoint in it")
-    newest = [checkpoint.latest(folder) for folder in folders]
+    newest, reasons = [], []
+    for folder in folders:
+        try:
+            newest.append(checkpoint.latest(folder))
+        except CheckpointError as error:
+            reasons.append(str(error))
+    if not newest:
+        raise CheckpointError("; ".join(reasons))
     return max(newest, key=lambda found: found.name)
 
 
 def _load(path: str) -> tuple[Config, dict[str, torch.Tensor], DataSpec, Path]:
     found = find_checkpoint(Path(path).expanduser())
     tensors, meta = checkpoint.load(found)
-    if not isinstance(meta.get("config"), str) or not isinstance(meta.get("spec"), dict):
-        raise CheckpointError(f"{found} does not say which model and data it is of")
-    spec = meta["spec"]
-    config = config_from_json(meta["config"])
-    made_for = DataSpec(kind=spec["kind"], classes=spec["classes"], shape=tuple(spec["shape"]))
-    return config, model_tensors((tensors, meta)), made_for, found
+    try:
+        spec = meta["spec"]
+        made_for = DataSpec(kind=spec["kind"], classes=int(spec["classes"]), shape=tuple(spec["shape"]))
+        config, state = config_from_json(meta["config"]), model_tensors((tensors, meta))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{found} does not say which model and data it is of: {error!r}") from error
+    return config, state, made_for, found
 
 
 def _model(config: Config, tensors: dict[str, torch.Tensor], spec: DataSpec, path: Path) -> nn.Module:

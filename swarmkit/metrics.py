@@ -38,7 +38,10 @@ class EventLog:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.peer = peer
+        broken = _ends_within_a_line(path)
         self._file = path.open("a", encoding="utf-8")
+        if broken:
+            self._file.write("\n")  # or the first event of a restarted peer would be lost with the half line
         self._sinks = list(sinks)
         self._clock = clock
         self._lock = threading.Lock()
@@ -70,6 +73,14 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() != b"\n"
 
 
 def _plain(value: object) -> object:

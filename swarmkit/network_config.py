@@ -19,7 +19,7 @@ class NetworkConfig:
     announce: list[str] = field(default_factory=list)  # multiaddrs to tell others instead of those that libp2p sees
     initial_peers: list[str] = field(default_factory=list)  # addresses of peers of a run to join
     identity: str | None = None  # private key file; made when missing; none: a new identity each time
-    transport: Transport = Transport.auto
+    transport: Transport = Transport.auto  # auto: gRPC where a peer can be reached directly, libp2p otherwise
     relay: bool = False  # look for libp2p relays, for peers behind NAT
     min_peers: int = 1  # training starts when so many replicas are there
     max_wait_s: float = 600.0  # for min_peers, before giving up

@@ -16,7 +16,8 @@ import torch
 
 from swarmkit import __version__, checkpoint
 from swarmkit.build import build_trainer, open_corpus, open_stream
-from swarmkit.config import Config, config_from_json, config_to_json, config_to_yaml, load_config
+from swarmkit.compose import load_config
+from swarmkit.config import Config, config_from_json, config_to_json, config_to_yaml
 from swarmkit.errors import CheckpointError, ConfigError, DataError, JoinFailed, SwarmError, TrainingDiverged
 from swarmkit.metrics import Event, EventLog, PrometheusSink, Sink, TensorBoardSink
 from swarmkit.neighbours import Neighbours, Say

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from swarmkit.peers.node import Node
@@ -36,7 +37,7 @@ def _settings(addresses: Sequence[str]) -> NetworkSettings:
 def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
     """The peers as a table; `now` is wall-clock time, which heartbeats carry as well."""
     digests = {record.digest for record in records if record.digest}
-    shown = Table(title=f"run {run}: {len(records)} peers, {_agreement(records, digests)}")
+    shown = Table(title=f"run {escape(run)}: {len(records)} peers, {_agreement(records, digests)}")
     columns = (
         "peer",
         "role",
@@ -56,9 +57,9 @@ def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
         shown.add_column(column, justify="right" if numeric else "left")
     for record in records:
         shown.add_row(
-            record.peer_id[-8:],
-            record.role,
-            record.state,
+            escape(record.peer_id[-8:]),
+            escape(record.role),
+            escape(record.state),
             str(record.step),
             str(record.round),
             f"{record.loss:.3f}",
@@ -66,8 +67,8 @@ def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
             f"{record.bytes_sent / 1e6:.1f}",
             f"{record.bytes_received / 1e6:.1f}",
             f"{max(0.0, now - record.updated_at):.0f} s",
-            record.device,
-            record.digest[:8],
+            escape(record.device),
+            escape(record.digest[:8]),
         )
     return shown
 

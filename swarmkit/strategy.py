@@ -25,7 +25,7 @@ class SyncRule(Enum):
 class SyncConfig:
     """When replicas synchronise."""
 
-    rule: SyncRule = SyncRule.every
+    rule: SyncRule = SyncRule.every  # what ends a window
     h: int = 32  # inner steps per window; QSR's smallest window (h_base)
     alpha: float | None = None  # QSR: H = max(h, floor((alpha / lr)^2)); about peak lr * sqrt(H wanted at the peak)
 
@@ -71,9 +71,9 @@ class DiLoCoConfig(StrategyConfig):
 
     name: str = "diloco"
     sync: SyncConfig = field(default_factory=SyncConfig)
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    nesterov: bool = True
+    outer_lr: float = 0.7  # of the step along the averaged pseudo-gradient
+    outer_momentum: float = 0.9  # 0 with outer_lr=1 is plain parameter averaging
+    nesterov: bool = True  # look ahead along the momentum
 
     def __post_init__(self) -> None:
         positive("strategy", self, "outer_lr")
@@ -102,10 +102,10 @@ class OptimizerConfig:
 
     name: str = "adamw"  # adamw or sgd; set by the choice of the group
     lr: float = 1e-3  # peak learning rate
-    weight_decay: float = 0.1
+    weight_decay: float = 0.1  # of matrices; vectors are not decayed
     clip: float = 1.0  # largest L2 norm of a gradient; 0 does not clip
     warmup_steps: int = 0  # linear warm-up
-    schedule: LRShape = LRShape.cosine
+    schedule: LRShape = LRShape.cosine  # after the warm-up
     final_lr: float = 0.1  # share of the peak that schedules cosine and linear end on
     milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # schedule=step: shares of training
     gamma: float = 0.1  # schedule=step: factor at each milestone
@@ -128,7 +128,7 @@ class AdamWConfig(OptimizerConfig):
     """torch.optim.AdamW."""
 
     name: str = "adamw"
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the two moments, per step
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
@@ -141,8 +141,8 @@ class SGDConfig(OptimizerConfig):
     """torch.optim.SGD."""
 
     name: str = "sgd"
-    momentum: float = 0.9
-    nesterov: bool = False
+    momentum: float = 0.9  # 0: plain SGD
+    nesterov: bool = False  # look ahead along the momentum
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)

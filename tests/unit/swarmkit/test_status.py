@@ -1,0 +1,90 @@
+"""The status table shows every peer, and whether the anchors agree."""
+
+import dataclasses
+import json
+
+import pytest
+from rich.console import Console
+
+from swarmkit import status
+from swarmkit.peers.roster import PeerRecord
+from swarmkit.status import show_status, table
+
+PEER = PeerRecord(
+    peer_id="QmAbcdefgh12345678",
+    state="training",
+    updated_at=997.0,
+    round=3,
+    step=96,
+    tokens_per_s=12345.6,
+    loss=2.3456,
+    bytes_sent=7_890_000,
+    device="cpu",
+    digest="d" * 32,
+)
+
+
+def shown(*records: PeerRecord, now: float = 1000.0) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table("demo", records, now=now))
+    return capture.get()
+
+
+def test_a_row_holds_what_the_heartbeat_said() -> None:
+    text = shown(PEER)
+    for cell in ("12345678", "replica", "training", "96", "3", "2.346", "12,346", "7.9", "cpu", "3 s", "dddddddd"):
+        assert cell in text
+    assert "run demo: 1 peers, anchors equal" in text
+
+
+def test_an_observers_clock_that_is_behind_shows_no_negative_age() -> None:
+    assert "0 s" in shown(PEER, now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "anchors equal"),
+        ({"digest": ""}, "anchors equal"),
+        ({"digest": "e" * 32}, "anchors DIFFER"),
+        ({"digest": "e" * 32, "round": 4}, "heartbeats of different rounds"),
+    ],
+)
+def test_digests_are_compared_within_a_round(changes: dict[str, object], verdict: str) -> None:
+    assert verdict in shown(PEER, dataclasses.replace(PEER, peer_id="QmOther", **changes))  # type: ignore[arg-type]
+
+
+def test_no_anchor_yet() -> None:
+    assert "no anchor yet" in shown(dataclasses.replace(PEER, digest=""))
+    assert "0 peers" in shown()
+
+
+def test_markup_in_a_strangers_heartbeat_stays_text() -> None:
+    assert "[red]x" in shown(dataclasses.replace(PEER, device="[red]x", state="[/]"))
+
+
+class FakeNode:
+    """What show_status uses of a Node."""
+
+    run = "demo"
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def refresh(self) -> list[PeerRecord]:
+        return [PEER]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_json_is_one_object_with_every_field(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeNode()
+    monkeypatch.setattr(status.Node, "start", lambda *args, **kwargs: node)
+    show_status(["/ip4/127.0.0.1/tcp/1/p2p/Qm"], name=None, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"run": "demo", "peers": [dataclasses.asdict(PEER)]}
+    assert node.closed

@@ -34,6 +34,20 @@ class HFModel(nn.Module):
         longest = getattr(settings, "max_position_embeddings", None)
         if longest is not None and longest < config.context:
             raise ConfigError(f"model.context={config.context}: this model sees {longest} tokens at most")
+        if not self._is_causal():
+            raise ConfigError(
+                f"model={config.folder or config.model_type}: its predictions depend on later tokens, which it would "
+                "learn to copy; choose a causal model, or set model.config.is_decoder=true if it has that"
+            )
+
+    @torch.no_grad()
+    def _is_causal(self) -> bool:
+        """Whether the second token leaves the prediction after the first as it was; encoders of BERT's kind fail."""
+        self.eval()
+        device = next(self.parameters()).device
+        logits = self(torch.tensor([[1, 2], [1, 3]], device=device))[:, 0].float()
+        self.train()
+        return torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits [batch, time, classes] for inputs [batch, time]."""
@@ -59,17 +73,29 @@ class HFModel(nn.Module):
 
 def _build(config: HFModelConfig, classes: int, seed: int) -> Any:  # noqa: ANN401 - an untyped package
     try:
+        import huggingface_hub.errors
+        import safetensors
         import transformers
     except ImportError as error:
         raise ConfigError("model=hf needs the transformers package: pip install 'swarmkit-torch[hf]'") from error
     try:
-        return (
-            _load(transformers, config) if config.folder is not None else _create(transformers, config, classes, seed)
-        )
+        if config.folder is not None:
+            return _load(transformers, config)
+        return _create(transformers, config, classes, seed)
     except ConfigError:
         raise
     # What transformers raises for settings or files that it cannot use depends on the architecture.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ImportError,
+        safetensors.SafetensorError,
+        getattr(huggingface_hub.errors, "StrictDataclassError", ValueError),
+    ) as error:
         where = f"model_type={config.model_type!r}" if config.folder is None else f"folder={config.folder!r}"
         raise ConfigError(f"model.{where}: transformers cannot build it: {error}") from error
 
@@ -88,7 +114,9 @@ def _create(transformers: Any, config: HFModelConfig, classes: int, seed: int) -
     if config.model_type not in known:
         near = difflib.get_close_matches(config.model_type, known, n=1) or ["gpt2"]
         raise ConfigError(f"model.model_type={config.model_type!r}: transformers has no such model; try {near[0]}")
-    settings = transformers.AutoConfig.for_model(config.model_type, **{"vocab_size": classes, **config.config})
+    # An architecture's own markers of begin and end are tokens that this vocabulary need not have.
+    defaults = {"vocab_size": classes, "bos_token_id": None, "eos_token_id": None}
+    settings = transformers.AutoConfig.for_model(config.model_type, **{**defaults, **config.config})
     with torch.random.fork_rng(devices=[]):
         # transformers initialises from the global generator.
         torch.manual_seed(seed)

@@ -25,14 +25,19 @@ class ViT(Classifier):
         self.encoder = nn.TransformerEncoder(layer, config.layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, classes)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
-            for name, parameter in self.named_parameters():
+        self._initialise(generator)
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        """Weights keep the size of what passes through; positions are half as large as patches, or come late."""
+        for name, parameter in self.named_parameters():
+            if name == "positions":
+                parameter.normal_(0.0, 0.5, generator=generator)
+            elif parameter.dim() > 1:
+                parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
+            elif name.endswith("bias"):
                 # torch draws some biases from its global generator, which differs between peers.
-                if name.endswith("bias"):
-                    parameter.zero_()
+                parameter.zero_()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits [batch, classes]."""

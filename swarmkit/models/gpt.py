@@ -52,7 +52,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """One layer; shapes as in Attention."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
-        x = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")))
+        x = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
         return x
 
 

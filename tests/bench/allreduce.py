@@ -21,6 +21,7 @@ from tests.network.namespaces import Counters, Namespaces, namespaces, usual_con
 
 LABELS = {
     "swarm": "SwarmCollective",
+    "libp2p": "SwarmCollective (libp2p)",
     "hivemind": "hivemind.DecentralizedAverager",
     "torch": "TorchCollective (gloo)",
     "tcp": "plain TCP sockets",

@@ -53,7 +53,9 @@ class Peer:
 
 
 class Swarm(Peer):
-    """SwarmCollective."""
+    """SwarmCollective with the transport that it picks, gRPC here."""
+
+    transport = "auto"
 
     def begin(self) -> str:
         self._start([])
@@ -63,8 +65,7 @@ class Swarm(Peer):
         from swarmkit.peers.node import Node
         from swarmkit.peers.settings import NetworkSettings, Transport
 
-        transport = Transport[os.environ.get("BENCH_TRANSPORT", "auto")]
-        settings = NetworkSettings(host=self.host, round_timeout_s=self.timeout, transport=transport)
+        settings = NetworkSettings(host=self.host, round_timeout_s=self.timeout, transport=Transport[self.transport])
         self._node = Node.start("bench", initial_peers=initial_peers, settings=settings)
 
     def connect(self, address: str) -> None:
@@ -79,6 +80,12 @@ class Swarm(Peer):
         result = future.result(self.timeout + 10)
         assert len(result.members) == self.size, result.members
         self._tensor = result.tensors[0]
+
+
+class SwarmOverLibp2p(Swarm):
+    """SwarmCollective as between peers that do not reach each other directly."""
+
+    transport = "libp2p"
 
 
 class Torch(Peer):
@@ -224,7 +231,13 @@ def _receive(link: socket.socket, into: Tensor) -> None:
         view = view[count:]
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"swarm": Swarm, "hivemind": Hivemind, "torch": Torch, "tcp": Tcp}
+ENGINES: dict[str, Callable[..., Any]] = {
+    "swarm": Swarm,
+    "libp2p": SwarmOverLibp2p,
+    "hivemind": Hivemind,
+    "torch": Torch,
+    "tcp": Tcp,
+}
 
 
 def _values(megabytes: float) -> Tensor:

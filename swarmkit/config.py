@@ -204,7 +204,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "strategy": {"allreduce": AllReduceConfig, "local_sgd": LocalSGDConfig, "diloco": DiLoCoConfig},
     "compression": {"none": CompressionConfig},
     "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig},
-    "network": {"local": NetworkConfig, "wan": NetworkConfig},
+    "network": {"local": NetworkConfig, "lan": NetworkConfig, "wan": NetworkConfig},
 }
 
 

@@ -37,7 +37,9 @@ def _settings(addresses: Sequence[str]) -> NetworkSettings:
 def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
     """The peers as a table; `now` is wall-clock time, which heartbeats carry as well."""
     digests = {record.digest for record in records if record.digest}
-    shown = Table(title=f"run {escape(run)}: {len(records)} peers, {_agreement(records, digests)}")
+    shown = Table(
+        title=f"run {escape(run)}: {len(records)} peers, {_agreement(records, digests)}", box=None, padding=(0, 1, 0, 0)
+    )
     columns = (
         "peer",
         "role",
@@ -45,19 +47,19 @@ def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
         "step",
         "round",
         "loss",
-        "tokens/s",
-        "MB up",
-        "MB down",
+        "tok/s",
+        "MB out",
+        "MB in",
         "device",
         "seen",
         "digest",
     )
     for column in columns:
-        numeric = column in ("step", "round", "loss", "tokens/s", "MB up", "MB down", "seen")
+        numeric = column in ("step", "round", "loss", "tok/s", "MB out", "MB in", "seen")
         shown.add_column(column, justify="right" if numeric else "left")
     for record in records:
         shown.add_row(
-            escape(record.peer_id[-8:]),
+            escape(record.peer_id[-6:]),
             escape(record.role),
             escape(record.state),
             str(record.step),
@@ -68,7 +70,7 @@ def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
             f"{record.bytes_received / 1e6:.1f}",
             f"{max(0.0, now - record.updated_at):.0f} s",
             escape(record.device),
-            escape(record.digest[:8]),
+            escape(record.digest[:6]),
         )
     return shown
 

@@ -250,7 +250,7 @@ class SyncedOptimizer(torch.optim.Optimizer):
             seconds=reduced.seconds,
             waited=reduced.waited,
             pseudo_gradient_norm=norm,
-            failed=trouble if trouble is not None and len(reduced.members) == 1 else None,
+            failed=trouble,
         )
 
     def _on_failure(self, contribution: list[Tensor], weight: float) -> None:

@@ -221,6 +221,42 @@ def test_snapshots_from_another_thread_pair_each_anchor_with_its_own_round(make:
         assert meta["step"] == meta["round"] * (1 if make is all_reduce else 4)
 
 
+class SnapshotAtRelease:
+    """A lock that takes a snapshot whenever it comes free: what the luckiest other thread can see."""
+
+    def __init__(self, optimizer: SyncedOptimizer) -> None:
+        self._lock, self._optimizer, self._depth = threading.RLock(), optimizer, 0
+        self.seen: list[Snapshot] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+        if self._depth == 0:
+            self._depth = 1_000_000  # its own release is none to look at
+            self.seen.append(self._optimizer.snapshot())
+            self._depth = 0
+
+
+@every_strategy
+def test_no_moment_shows_a_new_anchor_under_an_old_round(make: Make) -> None:
+    net = Net()
+    optimizer = make(list(net.parameters()), LocalSwarm(1).collectives[0])
+    lock = SnapshotAtRelease(optimizer)
+    optimizer._lock = lock  # type: ignore[assignment]
+    train(net, optimizer, 0, range(8))
+    anchors: dict[int, set[str]] = {}
+    for tensors, meta in lock.seen:
+        held = {name: tensor for name, tensor in tensors.items() if name.startswith("anchor/")}
+        anchors.setdefault(meta["round"], set()).add(digest_tensors(held))
+    assert len(anchors) > 1
+    assert {len(digests) for digests in anchors.values()} == {1}
+    assert len(set().union(*anchors.values())) == len(anchors)
+
+
 @settings(max_examples=40, deadline=None)
 @given(position=st.integers(0, 5), bit=st.integers(0, 31))
 def test_any_bit_changes_the_digest(position: int, bit: int) -> None:

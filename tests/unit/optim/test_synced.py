@@ -478,6 +478,8 @@ def test_a_nan_on_one_peer_contributes_nothing_and_heals(make: Make) -> None:
     assert same(net, reference)  # as if the other had not been there
     assert same(broken, reference)
     assert reports[0].weight == 0
+    assert reports[0].failed is not None
+    assert "local1 are not finite" in reports[0].failed
 
     (net, _, _), (broken, optimizer, reports) = nan_on_rank_1(make, 0, 12)
     assert same(net, broken)

@@ -213,7 +213,7 @@ def to_config(composed: DictConfig) -> Config:
     problems: list[str] = []
     for key in composed:
         if OmegaConf.is_missing(composed, key):
-            problems.append(f"{key}: has no value")
+            problems.append(f"{key!s}: has no value")
         elif isinstance(part := composed[key], DictConfig):
             problems += _build_problems(part)
     if not problems:
@@ -306,8 +306,8 @@ def with_own_settings(config: Config, overrides: Sequence[str], allowed: Sequenc
             raise ConfigError(f"{override}: only {', '.join(allowed)} can be set here")
     changed = OmegaConf.create(values)
     try:
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            OmegaConf.update(changed, override.key_or_group, override.value())
+        for change in OverridesParser.create().parse_overrides(list(overrides)):
+            OmegaConf.update(changed, change.key_or_group, change.value())
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from error
     return config_from_json(json.dumps(OmegaConf.to_container(changed)))

@@ -50,6 +50,7 @@ def run_baseline(end: socket.socket, arguments: Mapping[str, Any]) -> int:
         )
         trainer.stop = stop
         leaving.ready(stop.set, collective.close)
+        events.emit("state", state="training")
         outcome = trainer.run()
         fields: dict[str, object] = {"bytes_sent": 0, "bytes_received": 0}
         if outcome.score is not None:

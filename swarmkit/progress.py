@@ -13,6 +13,7 @@ from swarmkit.metrics import Event
 
 LINE_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.25
+OVER = frozenset({"done", "left", "died"})
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ class Progress:
         return table
 
     def _line(self) -> str:
-        busy = [row for row in self.rows if row.state not in ("died", "left")] or self.rows
+        busy = [row for row in self.rows if row.state not in OVER] or self.rows
         losses = [row.loss for row in busy if row.loss is not None]
         loss = f"{sum(losses) / len(losses):.4f}" if losses else "-"
         return (
@@ -119,7 +120,7 @@ class Progress:
             f"{sum(row.tokens_per_s for row in busy):,.0f} tokens/s  "
             f"sent {megabytes(sum(row.bytes_sent for row in busy))}  "
             f"received {megabytes(sum(row.bytes_received for row in busy))}  "
-            + " ".join(f"{row.name}:{row.state}" for row in self.rows)
+            + ", ".join(f"{row.name} {row.state}" for row in busy)
         )
 
 

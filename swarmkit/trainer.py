@@ -133,6 +133,7 @@ class Trainer:
         self._losses: list[tuple[int, Tensor]] = []  # step and loss of each micro-batch since the last check
         self._last_round: RoundReport | None = None
         self._evaluated_at = self._saved_at = 0
+        self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
         optimizer.on_round.append(self._on_round)
 
     # -- starting ------------------------------------------------------------------------------------------------------
@@ -299,6 +300,9 @@ class Trainer:
         return not members or members[0] == self.optimizer.collective.peer_id
 
     def _score(self) -> Score:
+        """Evaluate the anchor, unless that was done since the last round."""
+        if self._scored is not None and self._scored[0] == self.optimizer.round:
+            return self._scored[1]
         started = time.perf_counter()
         with at_anchor(self.model, self.optimizer):
             score = evaluate(self.model, self._validation(), self.device)
@@ -312,6 +316,7 @@ class Trainer:
             accuracy=score.accuracy,
             seconds=seconds,
         )
+        self._scored = (self.optimizer.round, score)
         return score
 
     def _validation(self) -> Iterator[Batch]:

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from swarmkit.data.config import DigitsConfig
+from swarmkit.data.config import DigitsConfig, Split
 from swarmkit.data.corpus import Corpus, DataSpec
 from swarmkit.data.sources import load_corpus
+from swarmkit.data.stream import Stream
 
 
 def tokens(context: int, classes: int = 256) -> DataSpec:
@@ -37,11 +38,6 @@ def digits() -> Corpus:
 
 def accuracy_on_digits(model: nn.Module, corpus: Corpus, *, steps: int, lr: float, batch: int = 64) -> float:
     """Train on digits and return the share of held-out ones that the model gets right."""
-    import numpy as np
-
-    from swarmkit.data.config import Split
-    from swarmkit.data.stream import Stream
-
     stream = Stream(corpus, slot=0, slots=1, batch_size=batch, seed=0, split=Split.iid)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -54,4 +50,4 @@ def accuracy_on_digits(model: nn.Module, corpus: Corpus, *, steps: int, lr: floa
     model.eval()
     with torch.no_grad():
         right = [model(b.inputs).argmax(1) == b.targets for b in corpus.validation(256, 100)]
-    return float(np.mean(torch.cat(right).numpy()))
+    return torch.cat(right).float().mean().item()

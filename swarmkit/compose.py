@@ -5,6 +5,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from typing import get_origin, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -28,12 +29,21 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(config_module="swarmkit.conf", version_base="1.3"):
-            composed = compose("config", overrides=list(overrides))
+            composed = compose("config", overrides=[_as_hydra_takes_it(override, overrides) for override in overrides])
         # Interpolations of one's own command line are fine; from here on there are only values.
         OmegaConf.resolve(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from error
     return to_config(composed)
+
+
+def _as_hydra_takes_it(override: str, overrides: Sequence[str]) -> str:
+    """A key of a free-form dictionary is added or replaced, an experiment chosen, whichever way it was written."""
+    plain = override.lstrip("+")
+    key = plain.partition("=")[0]
+    if _is_free_form(key, overrides) or _is_free_form(f"{key}.", overrides):
+        return f"++{plain}"
+    return plain if key == "experiment" else override
 
 
 def _register() -> None:
@@ -70,12 +80,19 @@ def _refuse(override: str, overrides: Sequence[str]) -> str | None:
         if value in experiments():
             return None
         return f"experiment={value}: no such experiment; {_nearest(value, experiments())}"
+    if _is_free_form(key, overrides):
+        return None
     valid = list(valid_keys(overrides))
     if key not in valid:
         return _unknown_key(key, valid)
+    group, _, rest = key.partition(".")
+    if group in GROUPS and rest == "name":
+        return f"{override}: choose with {group}={value}, which brings its keys along"
     if sign:
         return f"{override}: {key} exists already; write {key}={value}"
     choice = value.strip("'\"")
+    if key == "compression" and choice not in GROUPS[key]:
+        return f"{override}: no such compression in this version; use compression=none"
     if key in GROUPS and choice not in GROUPS[key]:
         return f"{override}: no such {key}; {_nearest(choice, list(GROUPS[key]))}"
     return None
@@ -85,7 +102,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line for what Hydra and OmegaConf say in several: the key, the value and the reason."""
     text = "\n".join(str(part) for part in (error, error.__cause__) if part is not None)
     merging = re.search(r"Error merging override (.*)", text)
-    override = merging[1] if merging is not None else _culprit(text, overrides)
+    override = (merging[1] if merging is not None else _culprit(text, overrides)).lstrip("+")
     key = override.partition("=")[0]
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
@@ -111,6 +128,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (r"Interpolation key '(.*)' not found", r"there is no key \1 to take the value from"),
     (r"is not a ListConfig, list or tuple", r"must be a list, as [a,b]"),
     (r"Invalid type assigned: \w+ is not a subclass of \w+", r"is a section; set one of its keys instead"),
+    (r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union", r"'\1' is neither a number nor a text"),
     (r"Cannot assign (\w+) to", r"a \1 does not fit here"),
     (r"Ambiguous value for argument", r"one value is wanted; a list is [a,b], a text with commas is 'a,b' in quotes"),
     (r"raised while resolving interpolation: (.*)", r"\1"),
@@ -158,13 +176,27 @@ def _nearest(wrong: str, valid: list[str]) -> str:
     return f"did you mean {close[0]}? (valid: {listed})" if close else f"valid: {listed or 'none'}"
 
 
-def valid_keys(overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Every dotted key that the choices in `overrides` leave valid."""
+def _chosen(overrides: Sequence[str]) -> dict[str, str]:
+    """The choice of each group."""
     chosen = dict(_DEFAULT_CHOICES)
     for override in overrides:
         key, _, value = override.partition("=")
         if key in GROUPS and value.strip("'\"") in GROUPS[key]:
             chosen[key] = value.strip("'\"")
+    return chosen
+
+
+def _is_free_form(key: str, overrides: Sequence[str]) -> bool:
+    """True for a key of a dictionary whose keys are the user's own, as model.config of model=hf."""
+    group, _, rest = key.partition(".")
+    name, dot, _ = rest.partition(".")
+    kind = GROUPS.get(group, {}).get(_chosen(overrides).get(group, ""))
+    return bool(dot) and kind is not None and get_origin(get_type_hints(kind).get(name)) is dict
+
+
+def valid_keys(overrides: Sequence[str] = ()) -> Iterator[str]:
+    """Every dotted key that the choices in `overrides` leave valid."""
+    chosen = _chosen(overrides)
 
     def walk(kind: type, prefix: str) -> Iterator[str]:
         for entry in dataclasses.fields(kind):

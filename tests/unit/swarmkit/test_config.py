@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -63,7 +64,15 @@ def test_every_choice_has_a_file_and_every_file_a_choice() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_experiment_composes(path: Path) -> None:
-    load_config([f"+experiment={path.stem}"])
+    assert load_config([f"+experiment={path.stem}"]) == load_config([f"experiment={path.stem}"])
+    assert load_config([f"experiment={path.stem}", "peers=3"]).peers == 3
+
+
+@pytest.mark.parametrize("override", ["model.config.n_layer=[1]", "model.config=3"])
+def test_a_free_form_dictionary_takes_plain_values_only(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(override)}: ") as caught:
+        load_config(["model=hf", override])
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,8 @@ def test_every_experiment_composes(path: Path) -> None:
         ("data.paths=[a]", "data.paths: unknown key here; only data=text has it"),
         ("model=gtp", "model=gtp: no such model; did you mean gpt? (valid: gpt, mlp, resnet, vit, hf)"),
         ("model=3", "model=3: no such model; valid: gpt, mlp, resnet, vit, hf"),
-        ("compression=int4", "compression=int4: no such compression; valid: none"),
+        ("compression=int4", "compression=int4: no such compression in this version; use compression=none"),
+        ("model.name=mlp", "model.name=mlp: choose with model=mlp"),
         ("+experiment=nope", "experiment=nope: no such experiment"),
         ("steps=x", "steps=x: 'x' is not an integer"),
         ("model.layers=1.5", "model.layers=1.5: '1.5' is not an integer"),
@@ -144,6 +154,13 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_an_interpolation_of_another_key_is_filled_in() -> None:
     assert load_config(["steps=${peers}00", "name=of-${seed}"]).steps == 400
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_a_free_form_dictionary_takes_keys_of_its_own(sign: str) -> None:
+    config = load_config(["model=hf", f"{sign}model.config.n_layer=2", "model.config.tie_word_embeddings=true"])
+    assert json.loads(config_to_json(config))["model"]["config"] == {"n_layer": 2, "tie_word_embeddings": True}
+    assert load_config(["model=hf", "model.config={n_layer:2}"]).model != load_config(["model=hf"]).model
 
 
 def test_valid_keys_follow_the_choices() -> None:

@@ -45,7 +45,7 @@ class HFModel(nn.Module):
         """Whether the second token leaves the prediction after the first as it was; encoders of BERT's kind fail."""
         self.eval()
         device = next(self.parameters()).device
-        logits = self(torch.tensor([[1, 2], [1, 3]], device=device))[:, 0].float()
+        logits = self(torch.tensor([[1, 0], [1, 1]], device=device))[:, 0].float()
         self.train()
         return torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4)
 
@@ -114,10 +114,20 @@ def _create(transformers: Any, config: HFModelConfig, classes: int, seed: int) -
     if config.model_type not in known:
         near = difflib.get_close_matches(config.model_type, known, n=1) or ["gpt2"]
         raise ConfigError(f"model.model_type={config.model_type!r}: transformers has no such model; try {near[0]}")
+    _refuse_misspelt(config, transformers.AutoConfig.for_model(config.model_type))
     # An architecture's own markers of begin and end are tokens that this vocabulary need not have.
     defaults = {"vocab_size": classes, "bos_token_id": None, "eos_token_id": None}
     settings = transformers.AutoConfig.for_model(config.model_type, **{**defaults, **config.config})
     with torch.random.fork_rng(devices=[]):
-        # transformers initialises from the global generator.
-        torch.manual_seed(seed)
+        # transformers initialises from the CPU's global generator; torch.manual_seed would seed the GPUs' too.
+        torch.default_generator.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+
+
+def _refuse_misspelt(config: HFModelConfig, defaults: Any) -> None:  # noqa: ANN401
+    """Refuse keys that only resemble one; transformers keeps any key, and not all that it knows have a default."""
+    known = [*defaults.to_dict(), *defaults.attribute_map]
+    for key in config.config:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if near and not hasattr(defaults, key):
+            raise ConfigError(f"model.config.{key}: {config.model_type} has no such setting; did you mean {near[0]}?")

@@ -79,12 +79,17 @@ def test_generating_is_reproducible_and_keeps_the_mode() -> None:
         ("gpt2", {"n_positions": 8}, r"model\.context=16: this model sees 8 tokens at most"),
         ("gpt2", {"n_embd": 13}, r"model\.model_type='gpt2': transformers cannot build it"),
         ("gpt2", {"n_embd": "wide"}, r"model\.model_type='gpt2': transformers cannot build it"),
+        ("gpt2", {"n_lyer": 1}, r"model\.config\.n_lyer: gpt2 has no such setting; did you mean n_layer\?"),
         ("vit", {}, r"model\.model_type='vit': transformers cannot build it"),
     ],
 )
 def test_what_cannot_be_built_says_why(model_type: str, changed: dict[str, int | str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         hf(model_type, **changed)
+
+
+def test_a_vocabulary_of_two_is_enough() -> None:
+    assert hf(classes=2)(torch.tensor([[0, 1]])).shape == (1, 2, 2)
 
 
 def test_a_model_that_sees_the_future_is_refused() -> None:

@@ -1,9 +1,6 @@
 """SyncedOptimizer is an ordinary optimizer, and neither failed rounds nor broken values stop it."""
 
 import math
-from concurrent.futures import Future
-from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from swarmkit.optim import (
     DiLoCo,
     Every,
     LocalSGD,
-    RoundFailed,
     RoundReport,
     SyncedOptimizer,
     parameter_names,
@@ -28,11 +24,9 @@ from tests.unit.optim.replicas import (
     Net,
     adamw,
     all_reduce,
-    diloco,
     local_sgd,
     loss_of,
     same,
-    sgd,
     train,
     trained,
 )
@@ -355,229 +349,3 @@ def test_finish_synchronises_what_the_running_window_holds_and_only_once() -> No
 
     (left, _), (right, _) = LocalSwarm(2).run(task)
     assert same(left, right)
-
-
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-
-class Faulty:
-    """A collective whose rounds of the given indices fail."""
-
-    def __init__(self, collective: LocalCollective, failing: set[int], missed: bool = False) -> None:
-        self.peer_id = collective.peer_id
-        self._collective = collective
-        self._failing = failing
-        self._missed = missed
-
-    def all_reduce(self, tensors: Any, *, round: Any, weight: float) -> Any:
-        if round.index not in self._failing:
-            return self._collective.all_reduce(tensors, round=round, weight=weight)
-        future: Future[Any] = Future()
-        future.set_exception(RoundFailed("the line was cut", missed=self._missed))
-        return future
-
-    def all_gather(self, payload: Any, *, round: Any, weight: float) -> Any:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self._collective.close()
-
-
-def run_with_failures(make: Make, failing: set[int], steps: int, replicas: int = 2) -> list[Any]:
-    def task(collective: LocalCollective, rank: int) -> tuple[Net, SyncedOptimizer, list[RoundReport]]:
-        net = Net(dtype=torch.float64)
-        optimizer = make(list(net.parameters()), Faulty(collective, failing))
-        reports: list[RoundReport] = []
-        optimizer.on_round.append(reports.append)
-        train(net, optimizer, rank, range(steps))
-        return net, optimizer, reports
-
-    return LocalSwarm(replicas).run(task)
-
-
-@pytest.mark.parametrize("kind", [local_sgd, diloco], ids=["LocalSGD", "DiLoCo"])
-def test_a_failed_round_keeps_the_work_and_the_next_one_takes_it(kind: Any) -> None:
-    failed = run_with_failures(partial(kind, h=3), {0}, 6)
-    undisturbed = run_with_failures(partial(kind, h=6), set(), 6)
-    for (net, optimizer, reports), (reference, _, _) in zip(failed, undisturbed, strict=True):
-        # A window whose round failed and the next one are one window of twice the length.
-        assert same(net, reference)
-        assert [report.failed for report in reports] == ["the line was cut", None]
-        assert [report.weight for report in reports] == [3, 6]
-        assert not optimizer.needs_state
-
-
-def test_gradients_of_a_failed_round_are_averaged_into_the_next_by_weight() -> None:
-    def make(parameters: list[Tensor], collective: Collective) -> SyncedOptimizer:
-        return AllReduce(sgd(parameters), collective=collective)
-
-    reference = Net(dtype=torch.float64)
-    plain = sgd(list(reference.parameters()))
-    plain.zero_grad()
-    # No step was taken after the failed round, so both steps' gradients are of the same parameters.
-    torch.stack([loss_of(reference, rank, step) for rank in range(2) for step in range(2)]).mean().backward()
-    plain.step()
-    for net, _, reports in run_with_failures(make, {0}, 2):
-        for a, b in zip(net.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-        assert [report.weight for report in reports] == [1, 2]
-
-
-@every_strategy
-def test_nothing_of_a_failed_round_is_applied(make: Make) -> None:
-    ((_, optimizer, _), _) = run_with_failures(make, {0, 1, 2, 3, 4, 5, 6, 7}, 8)
-    assert torch.equal(optimizer.anchor()["parameter0"], Net(dtype=torch.float64).first.weight)
-
-
-@every_strategy
-def test_a_missed_round_asks_for_the_state(make: Make) -> None:
-    net = Net()
-    optimizer = make(list(net.parameters()), Faulty(alone(), {0}, missed=True))
-    train(net, optimizer, 0, range(4))
-    assert optimizer.needs_state
-    optimizer.load_snapshot(*optimizer.snapshot())
-    assert not optimizer.needs_state
-
-
-@every_strategy
-def test_a_peer_that_comes_too_late_misses_the_round(make: Make) -> None:
-    swarm = LocalSwarm(1)
-    net = Net()
-    train(net, make(list(net.parameters()), swarm.collectives[0]), 0, range(4))
-    late_net = Net()
-    late = make(list(late_net.parameters()), swarm.revive("local1"))
-    train(late_net, late, 1, range(1 if make is all_reduce else 4))
-    assert late.last_report is not None
-    assert late.last_report.missed
-    assert late.needs_state
-
-
-def nan_on_rank_1(make: Make, at: int, steps: int) -> list[tuple[Net, SyncedOptimizer, list[RoundReport]]]:
-    def task(collective: LocalCollective, rank: int) -> tuple[Net, SyncedOptimizer, list[RoundReport]]:
-        net = Net()
-        optimizer = make(list(net.parameters()), collective)
-        reports: list[RoundReport] = []
-        optimizer.on_round.append(reports.append)
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(net, rank, step).backward()
-            if (rank, step) == (1, at):
-                assert net.first.weight.grad is not None
-                net.first.weight.grad[0, 0] = math.nan
-            optimizer.step()
-        return net, optimizer, reports
-
-    return LocalSwarm(2).run(task)
-
-
-@every_strategy
-def test_a_nan_on_one_peer_contributes_nothing_and_heals(make: Make) -> None:
-    first = 1 if make is all_reduce else 4
-    (net, _, _), (broken, _, reports) = nan_on_rank_1(make, 0, first)
-    ((reference, _),) = trained(make, replicas=1, steps=first)
-    assert same(net, reference)  # as if the other had not been there
-    assert same(broken, reference)
-    assert reports[0].weight == 0
-    assert reports[0].failed is not None
-    assert "local1 are not finite" in reports[0].failed
-
-    (net, _, _), (broken, optimizer, reports) = nan_on_rank_1(make, 0, 12)
-    assert same(net, broken)
-    assert all(torch.isfinite(p).all() for p in broken.parameters())
-    # The moments of AdamW held the NaN too, and would have put it back in the next step.
-    assert all(report.weight > 0 for report in reports[1:])
-    assert all(torch.isfinite(value).all() for state in optimizer.state.values() for value in state.values())
-
-
-@pytest.mark.parametrize("kind", [local_sgd, diloco], ids=["LocalSGD", "DiLoCo"])
-def test_a_nan_on_the_only_peer_costs_it_the_window_and_no_more(kind: Make) -> None:
-    net = Net()
-    optimizer = kind(list(net.parameters()), alone())
-    reports: list[RoundReport] = []
-    optimizer.on_round.append(reports.append)
-    for step in range(8):
-        optimizer.zero_grad()
-        loss_of(net, 0, step).backward()
-        if step == 2:
-            net.second.weight.grad = torch.full_like(net.second.weight, math.nan)
-        optimizer.step()
-        if step == 3:
-            assert same(net, Net())
-    assert reports[0].failed is not None
-    assert "not finite" in reports[0].failed
-    assert reports[1].failed is None
-    assert all(torch.isfinite(p).all() for p in net.parameters())
-
-
-# -- resuming ----------------------------------------------------------------------------------------------------------
-
-
-def momentum_sgd(parameters: list[Tensor], collective: Collective) -> SyncedOptimizer:
-    inner = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    return DiLoCo(inner, collective=collective, sync=Every(4), outer_momentum=0.8)
-
-
-RESUMED: dict[str, Make] = STRATEGIES | {"averaging": averaging, "DiLoCo over momentum SGD": momentum_sgd}
-
-
-@pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_dict_resumes_bit_for_bit_amid_a_window(make: Make, dtype: torch.dtype) -> None:
-    def until(steps: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        found = trained(make, replicas=2, steps=steps, dtype=dtype)
-        return [deepcopy((net.state_dict(), optimizer.state_dict())) for net, optimizer in found]
-
-    saved, expected = until(10), until(20)
-
-    def task(collective: LocalCollective, rank: int) -> tuple[Net, SyncedOptimizer]:
-        net = Net(seed=4, dtype=dtype)
-        optimizer = make(list(net.parameters()), collective)
-        net.load_state_dict(saved[rank][0])
-        optimizer.load_state_dict(saved[rank][1])
-        train(net, optimizer, rank, range(10, 20))
-        return net, optimizer
-
-    for (net, optimizer), (parameters, state) in zip(LocalSwarm(2).run(task), expected, strict=True):
-        assert all(torch.equal(value, parameters[name]) for name, value in net.state_dict().items())
-        found = optimizer.state_dict()
-        assert found["counters"] == state["counters"]
-        for name in state["outer"]:
-            assert torch.equal(found["outer"][name], state["outer"][name])
-        for a, b in zip(found["anchor"], state["anchor"], strict=True):
-            assert torch.equal(a, b)
-
-
-def test_gradients_kept_from_a_failed_round_are_resumed() -> None:
-    def task(collective: LocalCollective, rank: int) -> Net:
-        net = Net()
-        optimizer = all_reduce(list(net.parameters()), Faulty(collective, {1}))
-        train(net, optimizer, rank, range(2))
-        saved = deepcopy((net.state_dict(), optimizer.state_dict()))
-        resumed = Net(seed=8)
-        optimizer = all_reduce(list(resumed.parameters()), Faulty(collective, set()))
-        resumed.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        train(resumed, optimizer, rank, range(2, 6))
-        return resumed
-
-    uninterrupted = run_kept()
-    for net, reference in zip(LocalSwarm(2).run(task), uninterrupted, strict=True):
-        assert same(net, reference)
-
-
-def run_kept() -> list[Net]:
-    def task(collective: LocalCollective, rank: int) -> Net:
-        net = Net()
-        optimizer = all_reduce(list(net.parameters()), Faulty(collective, {1}))
-        train(net, optimizer, rank, range(6))
-        return net
-
-    return LocalSwarm(2).run(task)
-
-
-@every_strategy
-def test_a_state_of_other_parameters_is_refused(make: Make) -> None:
-    optimizer = make(list(Net().parameters()), alone())
-    other = make([torch.nn.Parameter(torch.ones(2))], alone())
-    with pytest.raises(ValueError, match="1 parameters"):
-        optimizer.load_state_dict(other.state_dict())

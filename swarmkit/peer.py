@@ -18,6 +18,7 @@ from swarmkit import __version__, checkpoint
 from swarmkit.build import build_trainer, open_corpus, open_stream
 from swarmkit.compose import load_config
 from swarmkit.config import Config, config_from_json, config_to_json, config_to_yaml
+from swarmkit.consent import split_paths, with_paths
 from swarmkit.errors import CheckpointError, ConfigError, DataError, JoinFailed, SwarmError, TrainingDiverged
 from swarmkit.metrics import Event, EventLog, PrometheusSink, Sink, TensorBoardSink
 from swarmkit.neighbours import Neighbours, Say
@@ -83,13 +84,14 @@ def start(config: Config, *, say: Say = print) -> int:
 def join(addresses: Sequence[str], overrides: Sequence[str] = (), *, say: Say = print) -> int:
     """Enter a run: its configuration and state come from the swarm; `overrides` are for what is this machine's own."""
     with _errors(say) as outcome:
-        own = _own_settings(addresses, overrides)
+        files, others = split_paths(overrides)
+        own = _own_settings(addresses, others)
         leaving = Leaving(own.network.drain_timeout_s)
         leaving.install()
         with _socket_folder() as sockets:
             node = Node.start(None, initial_peers=addresses, settings=own.network.settings(sockets))
             try:
-                config = _adapt(config_from_json(node.fetch_config()), own)
+                config = with_paths(_adapt(config_from_json(node.fetch_config()), own), files)
                 say(f"joined run {node.run!r} as {node.peer_id}")
                 place = Place(folder=_run_folder(config), joining=True, expected=config.network.min_peers)
                 outcome.code = _train(node, config, place, leaving, say)

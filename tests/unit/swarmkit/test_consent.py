@@ -52,6 +52,3 @@ def test_files_for_a_run_that_reads_none_are_a_mistake() -> None:
 def test_overrides_are_sorted_apart() -> None:
     overrides = ["device=cpu", "data.paths=[a]", "threads=2"]
     assert split_paths(overrides) == (["data.paths=[a]"], ["device=cpu", "threads=2"])
-        ["data.paths=[a]"],
-        ["device=cpu", "threads=2"],
-    )

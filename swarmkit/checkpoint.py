@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -20,20 +21,21 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 TENSORS = "state.safetensors"
 _HASH_CHUNK = 1 << 20
+_NAME = re.compile(r"^step-(\d+)(?:-(\d+))?$", re.ASCII)
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int) -> Path:
     """Write a checkpoint into `folder` and return its path, `folder/step-00001234`.
 
-    `meta` is JSON and has a "step". Everything is written under a temporary name, flushed to the disk and renamed; when
-    anything goes wrong the temporary files go and the older checkpoints stay. Then all but the `keep` newest are
-    removed, never the one just written. Raises OSError when the disk is full or read-only.
+    `meta` is JSON and has a "step"; the same step once more, after a resume, goes to step-00001234-2. Everything is
+    written under a temporary name, flushed to the disk and renamed; when anything goes wrong the temporary files go and
+    the older checkpoints stay. Then all but the `keep` newest are removed, never the one just written. Raises OSError
+    when the disk is full or read-only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
-    final = folder / f"step-{int(meta['step']):08d}"
+    final = _free_name(folder, int(meta["step"]))
     temporary = folder / f".{final.name}.{os.getpid()}.tmp"
-    replaced = folder / f".{final.name}.old.{os.getpid()}.tmp"
     try:
         temporary.mkdir()
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -44,19 +46,15 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *
         (temporary / MANIFEST).write_text(json.dumps(manifest))
         _flush(temporary / MANIFEST)
         _flush(temporary)
-        if final.exists():
-            # The same step once more, after a resume: what is new is complete by now.
-            final.rename(replaced)
         temporary.rename(final)
         _flush(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
     # What was just written is known to be whole and stays, even below damaged checkpoints of later steps.
     others = [path for path in _candidates(folder) if path != final]
     for old in others[max(0, keep - 1) :]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -114,11 +112,23 @@ def latest(folder: Path) -> Path:
     raise CheckpointError(f"{folder}: {what}")
 
 
+def _free_name(folder: Path, step: int) -> Path:
+    """A name after those taken: replacing a folder takes two renames, and between them there would be none."""
+    last = max((attempt for found, attempt in map(_order, _candidates(folder)) if found == step), default=0)
+    return folder / (f"step-{step:08d}" if last == 0 else f"step-{step:08d}-{last + 1}")
+
+
 def _candidates(folder: Path) -> list[Path]:
     """Checkpoint folders, the newest first."""
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    found = [path for path in folder.glob("step-*") if _NAME.match(path.name)]
     found = [path for path in found if path.is_dir() and not path.is_symlink()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = _NAME.match(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
 
 
 def _remove_leftovers(folder: Path) -> None:

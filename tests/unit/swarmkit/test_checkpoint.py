@@ -48,6 +48,26 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     save(tmp_path, 1)
     checkpoint.save(tmp_path, TENSORS, {"step": 1, "digest": "new"}, keep=3)
     assert checkpoint.verify(checkpoint.latest(tmp_path))["digest"] == "new"
+    for keep in (2, 1, 2, 1):
+        for i in range(6):
+            checkpoint.save(tmp_path, TENSORS, {"step": 1, "digest": f"{keep}/{i}"}, keep=keep)
+            assert checkpoint.verify(checkpoint.latest(tmp_path))["digest"] == f"{keep}/{i}"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_saving_a_step_again_never_removes_the_first_before_the_second_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def killed(source: Path, target: Path) -> Path:
+        assert checkpoint.latest(tmp_path).is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, TENSORS, {"step": 1}, keep=1)
+    assert checkpoint.verify(checkpoint.latest(tmp_path))["step"] == 1
 
 
 def truncate(path: Path) -> None:

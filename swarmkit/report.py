@@ -158,6 +158,11 @@ def _failures(peers: Sequence[PeerEvents]) -> list[str]:
         for event in peer.of("round"):
             if event.get("failed") is not None:
                 lines.append(f"- {peer.name}, round {event['round']}, step {event['step']}: {event['failed']}")
+        lines += [
+            f"- {peer.name}, step {event['step']}: no checkpoint, {event['failed']}"
+            for event in peer.of("checkpoint")
+            if event.get("failed") is not None
+        ]
         lines += [f"- {peer.name}: lost a peer, {event.get('reason', '')}" for event in peer.of("peer_lost")]
     return ["## What went wrong", "", *lines[:50], ""] if lines else []
 

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,6 +134,7 @@ class Trainer:
         self._losses: list[tuple[int, Tensor]] = []  # step and loss of each micro-batch since the last check
         self._last_round: RoundReport | None = None
         self._evaluated_at = self._saved_at = 0
+        self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
         optimizer.on_round.append(self._on_round)
 
@@ -253,7 +255,7 @@ class Trainer:
             if self._evaluates():
                 self._score()
         if self._is_due(self.config.checkpoint.every, self._saved_at) and self._at_round():
-            self.save()
+            self._save_if_possible()
 
     def _is_due(self, every: int, last: int) -> bool:
         return every > 0 and self.optimizer.step_count // every > last // every
@@ -322,14 +324,25 @@ class Trainer:
     def _validation(self) -> Iterator[Batch]:
         return self.corpus.validation(self.config.batch_size, self.config.eval.batches)
 
+    def _save_if_possible(self) -> None:
+        """Write a checkpoint; a disk that is full or gone is no reason to stop training, but is told."""
+        try:
+            self.save()
+        except OSError as error:
+            self._saved_at = self.optimizer.step_count
+            reason = f"{self._checkpoints}: {error.strerror or error}"
+            self.events.emit("checkpoint", step=self._saved_at, failed=reason)
+            warnings.warn(f"no checkpoint of step {self._saved_at}, the older ones stay: {reason}", stacklevel=2)
+
     def save(self) -> Path:
-        """Write a checkpoint of this peer."""
+        """Write a checkpoint of this peer; raises OSError when the disk is full or cannot be written."""
         self._check_losses()
         tensors, meta = collect(self.model, self.optimizer, self.source.state())
         # With its configuration and what the data look like, a checkpoint can be used without the run that made it.
         meta |= {"tokens": self.tokens, "config": config_to_json(self.config), "spec": asdict(self.corpus.spec)}
         path = checkpoint.save(self._checkpoints, tensors, meta, keep=self.config.checkpoint.keep)
         self._saved_at = self.optimizer.step_count
+        self._last_save = (self.optimizer.step_count, self.optimizer.round)
         self.events.emit("checkpoint", step=self._saved_at, path=str(path))
         return path
 
@@ -347,8 +360,8 @@ class Trainer:
         evaluates = finished and (self._evaluates_alone or self._evaluates())
         score = self._score() if evaluates else None
         sample = self._sample() if evaluates else ""
-        if self.optimizer.step_count:
-            self.save()
+        if self.optimizer.step_count and self._last_save != (self.optimizer.step_count, self.optimizer.round):
+            self._save_if_possible()
         outcome = Outcome(
             step=self.optimizer.step_count,
             round=self.optimizer.round,

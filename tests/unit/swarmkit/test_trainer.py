@@ -1,5 +1,6 @@
 """The training loop with replicas as threads: agreement, progress, resuming, and what stops it."""
 
+import errno
 import threading
 from pathlib import Path
 
@@ -121,6 +122,26 @@ def test_a_checkpoint_after_a_round_holds_the_parameters_once(tmp_path: Path) ->
     found = model_tensors((tensors, meta))
     assert found.keys() == trainer.model.state_dict().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in trainer.model.state_dict().items())
+
+
+def test_a_full_disk_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **settings: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    events = Recorder()
+    trainer = small_trainer(small_config(peers=1), LocalSwarm(1).collectives[0], 0, tmp_path, events=events)
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        outcome = trainer.run()
+    assert outcome.finished
+    assert [event["step"] for event in events.of("checkpoint") if "No space" in event["failed"]] == [8, 16, 16]
+
+
+def test_the_last_step_is_saved_once(tmp_path: Path) -> None:
+    trainer = small_trainer(small_config(peers=1), LocalSwarm(1).collectives[0], 0, tmp_path)
+    trainer.run()
+    saved = sorted(path.name for path in (tmp_path / "peer-0" / "checkpoints").iterdir())
+    assert saved == ["step-00000008", "step-00000016"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -39,7 +39,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *
     try:
         temporary.mkdir()
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        safetensors.torch.save_file(contiguous, temporary / TENSORS)
+        _write(contiguous, temporary / TENSORS)
         _flush(temporary / TENSORS)
         manifest = {"format": FORMAT, "files": {TENSORS: _sha256(temporary / TENSORS)}, "meta": dict(meta)}
         manifest["checksum"] = _manifest_checksum(manifest)
@@ -56,6 +56,14 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *
     for old in others[max(0, keep - 1) :]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except safetensors.SafetensorError as error:
+        # What the library makes of an error of the disk.
+        raise OSError(str(error)) from error
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -146,6 +147,18 @@ def test_older_checkpoints_survive_a_full_disk(tmp_path: Path, monkeypatch: pyte
         save(tmp_path, 2, keep=1)
     assert list(tmp_path.iterdir()) == [older]
     assert checkpoint.latest(tmp_path) == older
+
+
+def test_a_file_that_cannot_be_written_whole_is_an_os_error_and_leaves_no_trace(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint.save(tmp_path, {"a": torch.zeros(1 << 16)}, {"step": 2}, keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])

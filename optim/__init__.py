@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from swarmkit.optim.diloco import DiLoCo
     from swarmkit.optim.errors import RoundFailed, SwarmError
     from swarmkit.optim.local_sgd import LocalSGD
+    from swarmkit.optim.round_report import RoundReport
     from swarmkit.optim.schedule import Every, QuadraticSync, Schedule
-    from swarmkit.optim.synced import RoundReport, SyncedOptimizer, parameter_names
+    from swarmkit.optim.synced import SyncedOptimizer, parameter_names
 
 __all__ = [
     "AllReduce",
@@ -37,8 +38,9 @@ _MODULES = {
     "diloco": ["DiLoCo"],
     "errors": ["RoundFailed", "SwarmError"],
     "local_sgd": ["LocalSGD"],
+    "round_report": ["RoundReport"],
     "schedule": ["Every", "QuadraticSync", "Schedule"],
-    "synced": ["RoundReport", "SyncedOptimizer", "parameter_names"],
+    "synced": ["SyncedOptimizer", "parameter_names"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

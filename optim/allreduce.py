@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmkit.optim.norms import total_norm
 from swarmkit.optim.synced import Closure, SyncedOptimizer
 
 
@@ -35,7 +36,7 @@ class AllReduce(SyncedOptimizer):
                 loss = closure()
         if not self._unscale():
             # Overflowed: what is not finite is not sent, and the others' mean is applied here as well.
-            for parameter in self._parameters:
+            for parameter in self._anchor.parameters:
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
         self._window = 1
@@ -45,35 +46,37 @@ class AllReduce(SyncedOptimizer):
         return loss
 
     def _contribution(self, observe: bool) -> list[Tensor]:
-        like = self._parameters
+        parameters = self._anchor.parameters
+        present = [float(p.grad is not None and not observe) for p in parameters]
+        shares = torch.tensor(present, device=parameters[0].device)
         if observe:
-            return [torch.zeros_like(p) for p in like] + [torch.zeros(len(like))]
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in like]
-        present = torch.tensor([float(p.grad is not None) for p in like])
+            return [*(torch.zeros_like(p) for p in parameters), shares]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         if self._kept:
             total = self._weight()
             gradients = list(torch._foreach_mul(gradients, 1 - self._kept_weight / total))
             torch._foreach_add_(gradients, self._kept[:-1], alpha=self._kept_weight / total)
-            present = torch.maximum(present, self._kept[-1])
-        return [*gradients, present]
+            shares = torch.maximum(shares, self._kept[-1])
+        return [*gradients, shares]
 
     def _weight(self) -> float:
         return self._kept_weight + (self.samples if self.samples > 0 else 1.0)
 
     def _on_failure(self, contribution: list[Tensor], weight: float) -> None:
         if weight > 0:
-            self._kept = [tensor.clone() for tensor in contribution[: len(self._parameters) + 1]]
+            self._kept = [tensor.clone() for tensor in contribution[: len(self._anchor.parameters) + 1]]
             self._kept_weight = weight
-        self.samples = 0.0
+        self.samples, self._unsent_steps = 0.0, 0
 
     def _apply(self, mean: list[Tensor]) -> float:
-        *gradients, present = mean
+        *gradients, shares = mean
         self._kept, self._kept_weight = [], 0.0
-        for parameter, gradient, share in zip(self._parameters, gradients, present.tolist(), strict=True):
+        norm = total_norm(gradients)
+        for parameter, gradient, share in zip(self._anchor.parameters, gradients, shares.tolist(), strict=True):
             parameter.grad = gradient if share > 0 else None
         self.inner.step()
-        torch._foreach_copy_(self._anchor, self._parameters)
-        return float(torch.stack(torch._foreach_norm(gradients)).norm()) if gradients else 0.0
+        self._anchor.assign(self._anchor.parameters)
+        return norm
 
     def load_snapshot(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """See SyncedOptimizer; kept gradients belong to the parameters that the snapshot replaces, and go."""
@@ -82,10 +85,14 @@ class AllReduce(SyncedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """See SyncedOptimizer; gradients kept from a failed round are part of it."""
-        return super().state_dict() | {"kept": [t.clone() for t in self._kept], "kept_weight": self._kept_weight}
+        found = super().state_dict()
+        found["synced"] |= {"kept": [tensor.clone() for tensor in self._kept], "kept_weight": self._kept_weight}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See SyncedOptimizer."""
         super().load_state_dict(state_dict)
-        self._kept = [tensor.clone() for tensor in state_dict["kept"]]
-        self._kept_weight = state_dict["kept_weight"]
+        devices = [p.device for p in self._anchor.parameters]
+        kept = state_dict["synced"]["kept"]
+        self._kept = [t.to(device, copy=True) for t, device in zip(kept, [*devices, devices[0]], strict=False)]
+        self._kept_weight = state_dict["synced"]["kept_weight"]

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmkit.optim.norms import total_norm
+from swarmkit.optim.snapshot import check_form
 from swarmkit.optim.synced import SyncedOptimizer
 
 
@@ -47,63 +49,50 @@ class DiLoCo(SyncedOptimizer):
     def _adopt_parameters(self) -> None:
         super()._adopt_parameters()
         self.outer = torch.optim.SGD(
-            self._anchor, lr=self._outer_lr, momentum=self._outer_momentum, nesterov=self._nesterov, foreach=True
+            self._anchor.tensors,
+            lr=self._outer_lr,
+            momentum=self._outer_momentum,
+            nesterov=self._nesterov,
+            foreach=True,
         )
 
     def _contribution(self, observe: bool) -> list[Tensor]:
         if self._is_mean:
-            return [torch.zeros_like(p) if observe else p.detach() for p in self._parameters]
+            return [torch.zeros_like(p) if observe else p.detach() for p in self._anchor.parameters]
         if observe:
-            return [torch.zeros_like(anchor) for anchor in self._anchor]
-        local = [p.detach().to(a) for p, a in zip(self._parameters, self._anchor, strict=True)]
-        return list(torch._foreach_sub(self._start(), local))
-
-    def _start(self) -> list[Tensor]:
-        """Where the local steps started from: the anchor, rounded as the parameters are."""
-        return [
-            a if p.dtype == a.dtype else a.to(p.dtype).to(a)
-            for p, a in zip(self._parameters, self._anchor, strict=True)
-        ]
+            return [torch.zeros_like(held) for held in self._anchor.tensors]
+        return list(torch._foreach_sub(self._anchor.rounded(), self._anchor.local()))
 
     def _apply(self, mean: list[Tensor]) -> float:
         if self._is_mean:
-            held = [tensor.to(anchor) for tensor, anchor in zip(mean, self._anchor, strict=True)]
-            norm = torch.stack(torch._foreach_norm(torch._foreach_sub(self._anchor, held))).norm()
-            torch._foreach_copy_(self._anchor, held)
+            new = self._anchor.like(mean)
+            norm = total_norm(torch._foreach_sub(self._anchor.tensors, new))
+            self._anchor.assign(new)
         else:
-            for anchor, gradient in zip(self._anchor, mean, strict=True):
-                anchor.grad = gradient.to(anchor)
-            norm = torch.stack(torch._foreach_norm(mean)).norm()
+            norm = total_norm(mean)
+            for held, gradient in zip(self._anchor.tensors, self._anchor.like(mean), strict=True):
+                held.grad = gradient
             self.outer.step()
             self.outer.zero_grad()
-        self._restore_parameters()
-        return float(norm)
+        self._anchor.restore()
+        return norm
 
     def _outer_tensors(self) -> dict[str, Tensor]:
         found = {}
-        for i, anchor in enumerate(self._anchor):
-            buffer = self.outer.state.get(anchor, {}).get("momentum_buffer")
+        for name, held in self._anchor.named().items():
+            buffer = self.outer.state.get(held, {}).get("momentum_buffer")
             if buffer is not None:
-                found[f"{self._name(i)}/momentum_buffer"] = buffer
+                found[f"{name}/momentum_buffer"] = buffer
         return found
 
     def _check_outer(self, tensors: Mapping[str, Tensor]) -> None:
-        wanted = {f"{self._name(i)}/momentum_buffer": anchor for i, anchor in enumerate(self._anchor)}
-        unknown = sorted(set(tensors) - set(wanted if self._outer_momentum else ()))
-        if unknown:
-            raise ValueError(f"outer tensor {unknown[0]!r} is unknown here")
-        for name, anchor in wanted.items():
-            if tensors and name not in tensors:
-                raise ValueError(f"outer tensor {name!r} is missing from the snapshot")
-            if tensors and (tensors[name].shape != anchor.shape or tensors[name].dtype != anchor.dtype):
-                raise ValueError(
-                    f"outer tensor {name!r} is {tensors[name].dtype}{list(tensors[name].shape)}, "
-                    f"{anchor.dtype}{list(anchor.shape)} here"
-                )
+        # Before the first outer step there is no momentum yet, and without momentum there never is.
+        wanted = self._anchor.named() if tensors and self._outer_momentum else {}
+        check_form("outer", tensors, {f"{name}/momentum_buffer": held for name, held in wanted.items()})
 
     def _load_outer(self, tensors: Mapping[str, Tensor]) -> None:
         self.outer.state.clear()
-        for i, anchor in enumerate(self._anchor):
-            buffer = tensors.get(f"{self._name(i)}/momentum_buffer")
+        for name, held in self._anchor.named().items():
+            buffer = tensors.get(f"{name}/momentum_buffer")
             if buffer is not None:
-                self.outer.state[anchor] = {"momentum_buffer": buffer.to(anchor.device, copy=True)}
+                self.outer.state[held] = {"momentum_buffer": buffer.to(held.device, copy=True)}

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from swarmkit.optim.norms import total_norm
 from swarmkit.optim.synced import SyncedOptimizer
 
 
@@ -12,13 +13,12 @@ class LocalSGD(SyncedOptimizer):
     round_name = "parameters"
 
     def _contribution(self, observe: bool) -> list[Tensor]:
-        if observe:
-            return [torch.zeros_like(parameter) for parameter in self._parameters]
-        return [parameter.detach() for parameter in self._parameters]
+        parameters = self._anchor.parameters
+        return [torch.zeros_like(p) if observe else p.detach() for p in parameters]
 
     def _apply(self, mean: list[Tensor]) -> float:
-        held = [tensor.to(anchor) for tensor, anchor in zip(mean, self._anchor, strict=True)]
-        norm = torch.stack(torch._foreach_norm(torch._foreach_sub(self._anchor, held))).norm()
-        torch._foreach_copy_(self._anchor, held)
-        self._restore_parameters()
-        return float(norm)
+        new = self._anchor.like(mean)
+        norm = total_norm(torch._foreach_sub(self._anchor.tensors, new))
+        self._anchor.assign(new)
+        self._anchor.restore()
+        return norm

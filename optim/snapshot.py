@@ -1,4 +1,4 @@
-"""Names for what lies in a snapshot: the inner optimizer's tensors, and the digest that peers compare."""
+"""What lies in a snapshot and how it is checked: names, forms, the inner optimizer's state, the digest."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+KINDS = ("anchor", "outer", "buffer", "inner")
+InnerState = dict[str, dict[str, Any]]
 
 
 def take(tensor: Tensor) -> Tensor:
@@ -24,6 +27,43 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def sort_by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a snapshot by kind and by name without it; raises ValueError for an unknown kind."""
+    parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind not in parts:
+            raise ValueError(f"unknown tensor {name!r} in the snapshot")
+        parts[kind][rest] = tensor
+    return parts
+
+
+def check_form(kind: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raise ValueError naming the first tensor that is missing, unknown, or of another dtype or shape."""
+    for name, tensor in wanted.items():
+        if name not in found:
+            raise ValueError(f"{kind} tensor {name!r} is missing from the state")
+        if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
+            raise ValueError(
+                f"{kind} tensor {name!r} is {found[name].dtype}{list(found[name].shape)} in the state, "
+                f"{tensor.dtype}{list(tensor.shape)} here"
+            )
+    unknown = sorted(set(found) - set(wanted))
+    if unknown:
+        raise ValueError(f"{kind} tensor {unknown[0]!r} of the state is unknown here")
+
+
+def read_progress(meta: Mapping[str, Any]) -> tuple[int, int, int | None]:
+    """Round, step and window of a snapshot; raises ValueError for what are no counts."""
+    counts = [meta.get(name) for name in ("round", "step")]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"round and step must be counts, got {counts}")
+    window = meta.get("window")
+    if window is not None and not (type(window) is int and window > 0):
+        raise ValueError(f"window={window!r}: must be a positive number of steps or nothing")
+    return int(meta["round"]), int(meta["step"]), window
+
+
 def inner_tensors(
     inner: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float | int | bool]]]:
@@ -37,9 +77,6 @@ def inner_tensors(
             elif isinstance(value, int | float | bool):
                 numbers.setdefault(name, {})[key] = value
     return tensors, numbers
-
-
-InnerState = dict[str, dict[str, Any]]
 
 
 def read_inner_state(

@@ -1,46 +1,34 @@
 """SyncedOptimizer: the base that every strategy shares, an ordinary torch optimizer that meets its peers in rounds."""
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from swarmkit.optim.anchor import Anchor
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.norms import all_finite
+from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.schedule import Every, Schedule
 from swarmkit.optim.snapshot import (
-    digest_tensors,
+    check_form,
     drop_broken_state,
     inner_tensors,
     load_inner_tensors,
     read_inner_state,
+    read_progress,
+    sort_by_kind,
     take,
 )
 
+__all__ = ["Closure", "RoundReport", "SyncedOptimizer", "parameter_names"]
+
 Closure = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundReport:
-    """What one round did, for metrics."""
-
-    round: int
-    step: int  # inner steps completed when the round closed
-    window: int  # H: inner steps since the last round
-    members: tuple[str, ...] = ()
-    weight: float = 0.0  # what this peer contributed with
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds: float = 0.0  # how long the round took
-    waited: float = 0.0  # of these, until the slowest member had come
-    overlap: float = 0.0  # share of the round hidden behind computation
-    pseudo_gradient_norm: float = 0.0  # L2 norm of the averaged update
-    failed: str | None = None  # why nothing was applied, or why nothing was contributed
-    missed: bool = False  # the others closed the round without this peer
+_COUNTERS = ("round", "step_count", "_synced_step", "_window", "samples", "_unsent_steps", "needs_state")
 
 
 class SyncedOptimizer(torch.optim.Optimizer):
@@ -153,10 +141,11 @@ class SyncedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _inner_step(self, closure: Closure | None) -> Any:  # noqa: ANN401
-        if self._unscale():
-            with self._lock:
-                return self.inner.step(closure) if closure is not None else self.inner.step()
-        return None
+        if not self._unscale():
+            return None
+        # A closure too runs under the lock: optimizers such as LBFGS change parameters between its calls.
+        with self._lock:
+            return self.inner.step(closure) if closure is not None else self.inner.step()
 
     def _unscale(self) -> bool:
         """Undo GradScaler's scale where it has not; False when this step's gradients overflowed."""
@@ -166,9 +155,9 @@ class SyncedOptimizer(torch.optim.Optimizer):
         if found_inf.item() > 0:
             return False
         scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, (1.0 / scale.double()).to(gradients[0].dtype).to(gradients[0].device))
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if scale is not None and gradients:
+            torch._foreach_mul_(gradients, 1.0 / scale.item())
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -178,8 +167,11 @@ class SyncedOptimizer(torch.optim.Optimizer):
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Synchronise what the running window holds; nothing happens right after a round."""
-        if self.step_count > self._synced_step:
+        """Synchronise what no round has taken yet; nothing happens right after a round.
+
+        A peer that was left behind offers nothing: what it has counts from an anchor that the others no longer hold.
+        """
+        if self._unsent_steps > 0 and not self.needs_state:
             self._synchronise()
 
     def observe_round(self) -> None:
@@ -258,7 +250,7 @@ class SyncedOptimizer(torch.optim.Optimizer):
 
     def _discard(self) -> None:
         """Throw away local work that is not finite: no later round could take it."""
-        self._restore_parameters()
+        self._anchor.restore()
         drop_broken_state(self.inner)
         self.samples, self._unsent_steps = 0.0, 0
 
@@ -271,36 +263,16 @@ class SyncedOptimizer(torch.optim.Optimizer):
 
     def _adopt_parameters(self) -> None:
         """Make the present parameters the anchor."""
-        self._parameters = list(self.parameters())
-        self._anchor = [self._held(parameter) for parameter in self._parameters]
-        if len(self.anchor()) != len(self._anchor):
-            raise ValueError("names: two parameters have the same name")
-
-    def _held(self, tensor: Tensor) -> Tensor:
-        """A copy in float32 or wider, on the offload device; pinned there when that speeds transfers."""
-        wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-        held = tensor.detach().to(device=self._offload or tensor.device, dtype=wide, copy=True)
-        pin = tensor.is_cuda and held.device.type == "cpu"
-        return held.pin_memory() if pin else held
-
-    def _restore_parameters(self) -> None:
-        """Set the parameters to the anchor, rounded to their own dtypes."""
-        with torch.no_grad():
-            torch._foreach_copy_(self._parameters, self._anchor, non_blocking=True)
-
-    def _name(self, index: int) -> str:
-        parameter = self._parameters[index]
-        name = self._names.get(parameter) if self._names is not None else None
-        return name if name is not None else f"parameter{index}"
+        self._anchor = Anchor(list(self.parameters()), names=self._names, offload=self._offload)
 
     def anchor(self) -> dict[str, Tensor]:
         """What all members agreed on last, by parameter name: views, not to be written to."""
-        return {self._name(i): anchor for i, anchor in enumerate(self._anchor)}
+        return self._anchor.named()
 
     def digest(self) -> str:
         """Fingerprint of the anchor: equal on two peers exactly when the anchors are."""
         with self._lock:
-            return digest_tensors(self.anchor())
+            return self._anchor.digest()
 
     # -- snapshots and state -----------------------------------------------------------------------------------------
 
@@ -314,14 +286,14 @@ class SyncedOptimizer(torch.optim.Optimizer):
             tensors = {f"anchor/{name}": take(tensor) for name, tensor in self.anchor().items()}
             tensors |= {f"outer/{name}": take(tensor) for name, tensor in self._outer_tensors().items()}
             tensors |= {f"buffer/{i}": take(buffer) for i, buffer in enumerate(self._buffers)}
-            inner, scalars = inner_tensors(self.inner, {self._name(i): p for i, p in enumerate(self._parameters)})
+            inner, numbers = inner_tensors(self.inner, self._anchor.named_parameters())
             tensors |= {f"inner/{name}": tensor for name, tensor in inner.items()}
             meta = {
                 "strategy": type(self).__name__,
                 "round": self.round,
                 "step": self._synced_step,
                 "window": self._window,
-                "inner": scalars,
+                "inner": numbers,
             }
         return tensors, meta
 
@@ -329,86 +301,56 @@ class SyncedOptimizer(torch.optim.Optimizer):
         """Adopt a snapshot whole, or raise ValueError naming what does not fit and change nothing."""
         if meta.get("strategy") != type(self).__name__:
             raise ValueError(f"the snapshot is of strategy {meta.get('strategy')}, this is {type(self).__name__}")
-        parts: dict[str, dict[str, Tensor]] = {"anchor": {}, "outer": {}, "buffer": {}, "inner": {}}
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition("/")
-            if kind not in parts:
-                raise ValueError(f"unknown tensor {name!r} in the snapshot")
-            parts[kind][rest] = tensor
-        self._check("anchor", parts["anchor"], self.anchor())
-        self._check("buffer", parts["buffer"], {str(i): buffer for i, buffer in enumerate(self._buffers)})
-        counts = [meta.get(name) for name in ("round", "step")]
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError(f"round and step must be counts, got {counts}")
-        window = meta.get("window")
-        if window is not None and not (type(window) is int and window > 0):
-            raise ValueError(f"window={window!r}: must be a positive number of steps or nothing")
-        named = {self._name(i): parameter for i, parameter in enumerate(self._parameters)}
-        numbers = meta.get("inner") or {}
-        read_inner_state(named, parts["inner"], numbers)
+        parts = sort_by_kind(tensors)
+        check_form("anchor", parts["anchor"], self.anchor())
+        check_form("buffer", parts["buffer"], {str(i): buffer for i, buffer in enumerate(self._buffers)})
         self._check_outer(parts["outer"])
+        named, numbers = self._anchor.named_parameters(), meta.get("inner") or {}
+        read_inner_state(named, parts["inner"], numbers)
+        round, step, window = read_progress(meta)
         with self._lock, torch.no_grad():
             self._load_outer(parts["outer"])
             load_inner_tensors(self.inner, named, parts["inner"], numbers)
-            torch._foreach_copy_(self._anchor, [parts["anchor"][name] for name in self.anchor()])
+            self._anchor.assign([parts["anchor"][name] for name in self._anchor.names])
+            self._anchor.restore()
             for i, buffer in enumerate(self._buffers):
                 buffer.copy_(parts["buffer"][str(i)])
-            self._restore_parameters()
-            self.round = int(meta["round"])
-            self.step_count = self._synced_step = int(meta["step"])
-            self._window = window
+            self.round, self.step_count, self._synced_step, self._window = round, step, step, window
             self.samples, self._unsent_steps = 0.0, 0
             self.needs_state = False
 
-    @staticmethod
-    def _check(kind: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-        for name, tensor in wanted.items():
-            if name not in found:
-                raise ValueError(f"{kind} tensor {name!r} is missing from the snapshot")
-            if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
-                raise ValueError(
-                    f"{kind} tensor {name!r} is {found[name].dtype}{list(found[name].shape)} in the snapshot, "
-                    f"{tensor.dtype}{list(tensor.shape)} here"
-                )
-        unknown = sorted(set(found) - set(wanted))
-        if unknown:
-            raise ValueError(f"{kind} tensor {unknown[0]!r} of the snapshot is unknown here")
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the parameters: resumes bit-exactly, in the middle of a window too."""
+        """All but the parameters: the inner optimizer's own, and under "synced" what a strategy adds to it.
+
+        Resumes bit-exactly, in the middle of a window too.
+        """
         with self._lock:
-            return {
-                "inner": self.inner.state_dict(),
-                "anchor": [anchor.clone() for anchor in self._anchor],
+            synced = {
+                "anchor": [tensor.clone() for tensor in self._anchor.tensors],
                 "outer": {name: tensor.clone() for name, tensor in self._outer_tensors().items()},
-                "counters": {
-                    "round": self.round,
-                    "step_count": self.step_count,
-                    "synced_step": self._synced_step,
-                    "window": self._window,
-                    "samples": self.samples,
-                    "unsent_steps": self._unsent_steps,
-                },
+                "counters": {name: getattr(self, name) for name in _COUNTERS},
             }
+            return {**self.inner.state_dict(), "synced": synced}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Adopt a `state_dict`; the parameters come from the model's own."""
-        if len(state_dict["anchor"]) != len(self._anchor):
-            raise ValueError(f"state of {len(state_dict['anchor'])} parameters, this optimizer has {len(self._anchor)}")
-        self._check_outer(state_dict["outer"])
-        with self._lock, torch.no_grad():
-            self.inner.load_state_dict(state_dict["inner"])
+        if "synced" not in state_dict:
+            raise ValueError("the state is of a bare optimizer: load it into the inner one")
+        synced = state_dict["synced"]
+        if len(synced["anchor"]) != len(self._anchor.names):
+            raise ValueError(
+                f"state of {len(synced['anchor'])} parameters, this optimizer has {len(self._anchor.names)}"
+            )
+        check_form("anchor", dict(zip(self._anchor.names, synced["anchor"], strict=True)), self.anchor())
+        self._check_outer(synced["outer"])
+        with self._lock:
+            self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != "synced"})
             self.param_groups = self.inner.param_groups
             self.state = self.inner.state
-            torch._foreach_copy_(self._anchor, list(state_dict["anchor"]))
-            self._load_outer(state_dict["outer"])
-            counters = state_dict["counters"]
-            self.round = counters["round"]
-            self.step_count = counters["step_count"]
-            self._synced_step = counters["synced_step"]
-            self._window = counters["window"]
-            self.samples = counters["samples"]
-            self._unsent_steps = counters["unsent_steps"]
+            self._anchor.assign(synced["anchor"])
+            self._load_outer(synced["outer"])
+            for name in _COUNTERS:
+                setattr(self, name, synced["counters"][name])
 
 
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
@@ -417,15 +359,3 @@ def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
     for name, parameter in model.named_parameters():
         names.setdefault(parameter, name)
     return names
-
-
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """True when no tensor holds NaN or infinity: one norm per tensor, one comparison for all."""
-    floats = [tensor.detach() for tensor in tensors if tensor.numel()]
-    if not floats:
-        return True
-    norms = torch.stack([norm.double().cpu() for norm in torch._foreach_norm(floats)])
-    if math.isfinite(norms.sum().item()):
-        return True
-    # A norm of finite values may overflow; only then look at each value.
-    return all(bool(torch.isfinite(tensor).all()) for tensor in floats)

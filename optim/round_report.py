@@ -1,0 +1,22 @@
+"""What a strategy reports of each round."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """What one round did, for metrics."""
+
+    round: int
+    step: int  # inner steps completed when the round closed
+    window: int  # H: inner steps since the last round
+    members: tuple[str, ...] = ()
+    weight: float = 0.0  # what this peer contributed with
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0  # how long the round took
+    waited: float = 0.0  # of these, until the slowest member had come
+    overlap: float = 0.0  # share of the round hidden behind computation
+    pseudo_gradient_norm: float = 0.0  # L2 norm of the averaged update
+    failed: str | None = None  # why nothing was applied, or why nothing was contributed
+    missed: bool = False  # the others closed the round without this peer

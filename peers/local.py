@@ -28,6 +28,7 @@ class _Arrival:
 
 @dataclass(slots=True)
 class _Round:
+    key: RoundKey
     operation: Operation
     timer: threading.Timer
     arrivals: dict[str, _Arrival] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class LocalSwarm:
     def run(self, task: Callable[["LocalCollective", int], T], timeout: float = 120.0) -> list[T]:
         """Run `task(collective, rank)` for each living member in a thread of its own; raises the first error.
 
-        A member whose task ends or fails leaves, so that the others do not wait for it.
+        A member whose task fails leaves, so that the others do not wait for it.
         """
         members = [(rank, c) for rank, c in enumerate(self.collectives) if c.peer_id in self._alive]
         with ThreadPoolExecutor(len(members), thread_name_prefix="member") as pool:
@@ -75,11 +76,13 @@ class LocalSwarm:
             if peer_id not in self._alive:
                 return
             self._alive.remove(peer_id)
-            for key in list(self._rounds):
-                arrival = self._rounds[key].arrivals.pop(peer_id, None)
-                if arrival is not None and arrival.future.set_running_or_notify_cancel():
-                    arrival.future.set_exception(RoundFailed(f"{peer_id}: {reason}"))
-                self._close_if_complete(key)
+            lost = [arrival for round in self._rounds.values() if (arrival := round.arrivals.pop(peer_id, None))]
+            lost = [arrival for arrival in lost if arrival.future.set_running_or_notify_cancel()]
+            complete = [self._close(key) for key in list(self._rounds) if self._is_complete(key)]
+        for arrival in lost:
+            arrival.future.set_exception(RoundFailed(f"{peer_id}: {reason}"))
+        for closed in complete:
+            _settle(closed)
 
     def revive(self, peer_id: str) -> "LocalCollective":
         """Let a member come back, or a new one join; rounds wait for it from now on."""
@@ -98,6 +101,7 @@ class LocalSwarm:
         """Bring a member's contribution to a round."""
         future: Future[Any] = Future()
         now = time.monotonic()
+        complete: _Round | None = None
         with self._lock:
             if peer_id not in self._alive:
                 future.set_exception(RoundFailed(f"{peer_id} was lost or closed"))
@@ -108,12 +112,18 @@ class LocalSwarm:
             if key not in self._rounds:
                 timer = threading.Timer(self._timeout, self._expire, (key,))
                 timer.daemon = True
-                self._rounds[key] = _Round(operation, timer)
+                self._rounds[key] = _Round(key, operation, timer)
                 timer.start()
-            self._rounds[key].arrivals[peer_id] = _Arrival(tensors, weight, future, now)
-            self._rounds[key].last_arrival = now
+            round = self._rounds[key]
+            if peer_id in round.arrivals or operation != round.operation:
+                raise ValueError(f"round {key}: a key is used once, for one operation")
+            round.arrivals[peer_id] = _Arrival(tensors, weight, future, now)
+            round.last_arrival = now
             future.add_done_callback(lambda done: self._withdraw(key, peer_id) if done.cancelled() else None)
-            self._close_if_complete(key)
+            if self._is_complete(key):
+                complete = self._close(key)
+        if complete is not None:
+            _settle(complete)
         return future
 
     def _withdraw(self, key: RoundKey, peer_id: str) -> None:
@@ -123,38 +133,45 @@ class LocalSwarm:
 
     def _expire(self, key: RoundKey) -> None:
         with self._lock:
-            if key in self._rounds:
-                self._close(key)
+            if key not in self._rounds:
+                return
+            closed = self._close(key)
+        _settle(closed)
 
-    def _close_if_complete(self, key: RoundKey) -> None:
-        if set(self._alive) <= set(self._rounds[key].arrivals):
-            self._close(key)
+    def _is_complete(self, key: RoundKey) -> bool:
+        return set(self._alive) <= set(self._rounds[key].arrivals)
 
-    def _close(self, key: RoundKey) -> None:
+    def _close(self, key: RoundKey) -> _Round:
+        """Decide who is in a round, under the lock; what follows from it needs no lock."""
         round = self._rounds.pop(key)
         round.timer.cancel()
         self._closed[key.name] = max(key.index, self._closed.get(key.name, -1))
-        members = [p for p in self._order if p in round.arrivals]
-        members = [p for p in members if round.arrivals[p].future.set_running_or_notify_cancel()]
-        arrivals = [round.arrivals[peer] for peer in members]
-        try:
-            results = _reduce(arrivals) if round.operation == "reduce" else _gather(arrivals)
-        except ValueError as error:
-            for arrival in arrivals:
-                arrival.future.set_exception(RoundFailed(f"round {key}: {error}"))
-            return
-        for arrival, result, sent, received in results:
-            stats: dict[str, Any] = {
-                "members": tuple(members),
-                "weights": tuple(a.weight for a in arrivals),
-                "bytes_sent": sent,
-                "bytes_received": received,
-                "seconds": time.monotonic() - arrival.started,
-                "waited": round.last_arrival - arrival.started,
-            }
-            arrival.future.set_result(
-                Reduced(tensors=result, **stats) if round.operation == "reduce" else Gathered(payloads=result, **stats)
-            )
+        arrived = ((peer, round.arrivals[peer]) for peer in self._order if peer in round.arrivals)
+        round.arrivals = {peer: a for peer, a in arrived if a.future.set_running_or_notify_cancel()}
+        return round
+
+
+def _settle(round: _Round) -> None:
+    """Give the members their results, outside the lock: whoever waits for one may offer to the next round at once."""
+    arrivals = list(round.arrivals.values())
+    try:
+        results = _reduce(arrivals) if round.operation == "reduce" else _gather(arrivals)
+    except ValueError as error:
+        for arrival in arrivals:
+            arrival.future.set_exception(RoundFailed(f"round {round.key}: {error}"))
+        return
+    for arrival, result, sent, received in results:
+        stats: dict[str, Any] = {
+            "members": tuple(round.arrivals),
+            "weights": tuple(a.weight for a in arrivals),
+            "bytes_sent": sent,
+            "bytes_received": received,
+            "seconds": time.monotonic() - arrival.started,
+            "waited": round.last_arrival - arrival.started,
+        }
+        arrival.future.set_result(
+            Reduced(tensors=result, **stats) if round.operation == "reduce" else Gathered(payloads=result, **stats)
+        )
 
 
 _Result = tuple[_Arrival, Any, int, int]

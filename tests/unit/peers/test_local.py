@@ -1,11 +1,11 @@
 """LocalSwarm loses members, takes them back, closes rounds in time and reports the first error."""
 
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
 
-from swarmkit.optim import RoundFailed, RoundKey
+from swarmkit.optim import Reduced, RoundFailed, RoundKey
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 
 ONES = [torch.ones(4)]
@@ -101,6 +101,34 @@ def test_a_cancelled_contribution_is_not_in_the_result() -> None:
     swarm.kill("local0")
     result = swarm.collectives[1].all_reduce(ONES, round=key(), weight=1.0).result(5)
     assert torch.equal(result.tensors[0], ONES[0])
+
+
+def test_a_key_is_used_once_and_for_one_operation() -> None:
+    swarm = LocalSwarm(2)
+    first = swarm.collectives[0].all_reduce(ONES, round=key(), weight=1.0)
+    with pytest.raises(ValueError, match="used once"):
+        swarm.collectives[0].all_reduce(ONES, round=key(), weight=1.0)
+    with pytest.raises(ValueError, match="one operation"):
+        swarm.collectives[1].all_gather(ONES, round=key(), weight=1.0)
+    swarm.collectives[1].all_reduce(ONES, round=key(), weight=1.0)
+    assert first.result(5).members == ("local0", "local1")
+
+
+def test_a_callback_may_start_the_next_round() -> None:
+    swarm = LocalSwarm(1)
+    collective = swarm.collectives[0]
+    chained: Future[Future[Reduced]] = Future()
+    first = collective.all_reduce(ONES, round=key(0), weight=1.0)
+    first.add_done_callback(lambda _: chained.set_result(collective.all_reduce(ONES, round=key(1), weight=1.0)))
+    assert chained.result(5).result(5).members == ("local0",)
+
+    # Here the callback runs in the thread that closes the round.
+    swarm.revive("local1")
+    later: Future[Future[Reduced]] = Future()
+    waiting = collective.all_reduce(ONES, round=key(2), weight=1.0)
+    waiting.add_done_callback(lambda _: later.set_result(collective.all_reduce(ONES, round=key(3), weight=1.0)))
+    swarm.kill("local1")
+    assert later.result(5).result(5).members == ("local0",)
 
 
 def test_run_gives_results_in_the_order_of_ranks() -> None:

@@ -113,10 +113,15 @@ def load_inner_tensors(
 ) -> None:
     """Give the inner optimizer the state that `inner_tensors` named, or raise as `read_inner_state` does."""
     found = read_inner_state(parameters, tensors, numbers)
+    # As in torch's own load_state_dict: step counters stay on the CPU unless the kernels want them on the device.
+    moving = {p for g in inner.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for name, parameter in parameters.items():
         inner.state.pop(parameter, None)
         if found.get(name):
-            inner.state[parameter] = {key: _placed(key, value, parameter) for key, value in found[name].items()}
+            inner.state[parameter] = {
+                key: _placed(value, "cpu" if key == "step" and parameter not in moving else parameter.device)
+                for key, value in found[name].items()
+            }
 
 
 def drop_broken_state(inner: torch.optim.Optimizer) -> None:
@@ -127,8 +132,5 @@ def drop_broken_state(inner: torch.optim.Optimizer) -> None:
             del inner.state[parameter]
 
 
-def _placed(key: str, value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - state values are of any kind
-    if not isinstance(value, Tensor):
-        return value
-    # As in torch's own load_state_dict: step counters stay where the kernels want them, on the CPU.
-    return value.clone() if key == "step" else value.to(parameter.device, copy=True)
+def _placed(value: Any, device: torch.device | str) -> Any:  # noqa: ANN401 - state values are of any kind
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value

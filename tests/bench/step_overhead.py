@@ -34,6 +34,11 @@ def seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def paired(numerator: list[float], denominator: list[float]) -> float:
+    """Median of the ratios within each repeat: what slows the machine for a while slows both."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=40)
@@ -65,8 +70,8 @@ def main() -> None:
         "inner_ms": round(1e3 * medians["inner"], 3),
         "bare_ms": round(1e3 * medians["bare"], 3),
         "synced_ms": round(1e3 * medians["synced"], 3),
-        "ratio": round(medians["synced"] / medians["inner"], 4),
-        "noise": round(medians["bare"] / medians["inner"], 4),
+        "ratio": round(paired(times["synced"], times["inner"]), 4),
+        "noise": round(paired(times["bare"], times["inner"]), 4),
     }
     print(json.dumps(result))
 

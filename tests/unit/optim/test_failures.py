@@ -130,6 +130,34 @@ def test_nothing_of_a_failed_round_is_applied(make: Make) -> None:
     assert torch.equal(optimizer.anchor()["parameter0"], Net(dtype=torch.float64).first.weight)
 
 
+@pytest.mark.parametrize("kind", [local_sgd, diloco], ids=["LocalSGD", "DiLoCo"])
+def test_what_a_failed_last_round_did_not_take_is_offered_again_by_finish(kind: Make) -> None:
+    def task(collective: LocalCollective, rank: int) -> tuple[Net, list[RoundReport]]:
+        net = Net(dtype=torch.float64)
+        optimizer = kind(list(net.parameters()), Faulty(collective, {1}))
+        reports: list[RoundReport] = []
+        optimizer.on_round.append(reports.append)
+        train(net, optimizer, rank, range(8))
+        optimizer.finish()
+        optimizer.finish()
+        return net, reports
+
+    undisturbed = run_with_failures(kind, set(), 8)
+    for (net, reports), (reference, _, _) in zip(LocalSwarm(2).run(task), undisturbed, strict=True):
+        assert same(net, reference)
+        assert [(report.round, report.failed) for report in reports] == [(0, None), (1, "the line was cut"), (2, None)]
+
+
+@every_strategy
+def test_a_peer_that_was_left_behind_offers_nothing_at_the_end(make: Make) -> None:
+    net = Net()
+    optimizer = make(list(net.parameters()), Faulty(alone(), {0}, missed=True))
+    train(net, optimizer, 0, range(4))
+    rounds = optimizer.round
+    optimizer.finish()
+    assert optimizer.round == rounds
+
+
 @every_strategy
 def test_a_missed_round_asks_for_the_state(make: Make) -> None:
     net = Net()
@@ -277,3 +305,15 @@ def test_a_state_of_other_parameters_is_refused(make: Make) -> None:
     other = make([torch.nn.Parameter(torch.ones(2))], alone())
     with pytest.raises(ValueError, match="1 parameters"):
         optimizer.load_state_dict(other.state_dict())
+
+
+@every_strategy
+def test_a_state_has_the_keys_of_the_inner_optimizer_s_own(make: Make) -> None:
+    ((net, optimizer),) = trained(make, replicas=1, steps=4)
+    state = optimizer.state_dict()
+    assert set(state) == {"state", "param_groups", "synced"}
+    bare = adamw(list(net.parameters()))
+    bare.load_state_dict(state)  # what torch's own tools would do with it
+    assert torch.equal(bare.state[net.first.weight]["exp_avg"], optimizer.state[net.first.weight]["exp_avg"])
+    with pytest.raises(ValueError, match="bare optimizer"):
+        optimizer.load_state_dict(bare.state_dict())

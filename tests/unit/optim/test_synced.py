@@ -123,6 +123,20 @@ def test_a_grad_scaler_gives_the_unscaled_steps(make: Make, unscale: bool) -> No
     assert same(net, reference)
 
 
+@transparent
+def test_a_grad_scaler_takes_parameters_of_several_dtypes_and_steps_without_gradients(make: Make) -> None:
+    wide, narrow = (torch.nn.Parameter(torch.ones(3, dtype=t)) for t in (torch.float32, torch.bfloat16))
+    optimizer = make([wide, narrow], alone())
+    # What GradScaler sets before it calls step().
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(1), torch.tensor(1024.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert torch.equal(wide, torch.ones(3))
+    wide.grad, narrow.grad = torch.full((3,), 512.0), torch.full((3,), 256.0, dtype=torch.bfloat16)
+    optimizer.step()
+    assert optimizer.state[wide]["exp_avg"].tolist() == pytest.approx([0.05] * 3)  # a tenth of the gradient
+    assert optimizer.state[narrow]["exp_avg"].tolist() == pytest.approx([0.025] * 3, rel=0.01)
+
+
 @every_strategy
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscaled by hand", "unscaled in the step"])
 def test_an_overflow_on_one_peer_stops_nobody_and_reaches_nobody(make: Make, unscale: bool) -> None:

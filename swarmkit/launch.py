@@ -193,6 +193,8 @@ class LocalRun:
     def _on_event(self, member: Member, event: Mapping[str, Any]) -> None:
         kind = event["kind"]
         if kind == "up":
+            if not self._addresses:
+                self._progress.say(f"more peers can join: swarmkit join {event['addresses'][0]}")
             self._addresses[member.child.number] = list(event["addresses"])
             self._introduce()
             return

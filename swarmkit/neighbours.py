@@ -32,10 +32,6 @@ class Neighbours(Surroundings):
         self._events = events
         self._stop = stop
         self._say = say
-        self._ended = threading.Event()
-        self._known: dict[str, PeerRecord] = {}
-        self._watcher = threading.Thread(target=self._watch, name="swarmkit-watch", daemon=True)
-        self._watcher.start()
 
     # -- what the trainer calls ----------------------------------------------------------------------------------------
 
@@ -63,6 +59,10 @@ class Neighbours(Surroundings):
             self.node.announce(state)
         except TimeoutError:
             self._say(f"nobody could be told that this peer is {state} now; the next heartbeat will")
+
+    def state_of(self, peer_id: str) -> str:
+        """See Surroundings."""
+        return next((record.state for record in self.node.table() if record.peer_id == peer_id), "gone")
 
     def may_go_on(self, report: RoundReport | None) -> bool:
         """See Surroundings: fewer replicas than network.min_peers wait for more, as long as max_wait_s."""
@@ -134,21 +134,3 @@ class Neighbours(Surroundings):
             self.node.heartbeat(slot=slot)
             self.node.announce(mine.state)
         return slot
-
-    # -- who comes and goes --------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._ended.set()
-        self._watcher.join(timeout=2)
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self.config.network.heartbeat_s / 2):
-            present = {r.peer_id: r for r in self.node.table() if r.role == "replica" and r.state != "gone"}
-            for peer_id in present.keys() - self._known.keys() - {self.node.peer_id}:
-                self._events.emit("peer_joined", id=peer_id, state=present[peer_id].state)
-            for peer_id in self._known.keys() - present.keys():
-                last = self._known[peer_id]
-                reason = f"{peer_id[-8:]}, last seen {last.state} at step {last.step}"
-                self._events.emit("peer_lost", id=peer_id, state=last.state, step=last.step, reason=reason)
-            self._known = {peer_id: r for peer_id, r in present.items() if peer_id != self.node.peer_id}

@@ -20,6 +20,7 @@ from swarmkit.peers.hygiene import die_with_parent
 MAX_MESSAGE = 1 << 20
 # What peers get, between SIGTERM and SIGKILL, to leave when their supervisor has vanished.
 ORPHAN_GRACE_S = 10.0
+_FOR_CHILDREN = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def serve(fd: int, preload: Sequence[str], cleanup: Sequence[str]) -> NoReturn:
@@ -41,10 +42,10 @@ class _Nursery:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._children: dict[int, int] = {}  # pid -> the supervisor's number for the child
-        self._wake, wake = os.pipe()
-        for end in (self._wake, wake):
+        self._wake, self._wake_end = os.pipe()
+        for end in (self._wake, self._wake_end):
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._begin_end())
         self._ending = False
@@ -83,9 +84,12 @@ class _Nursery:
     def _fork(self, message: dict[str, object], fd: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal that comes before the child has handlers of its own must wait for them, not meet ours.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)
         pid = os.fork()
         if pid == 0:
-            _become_child(self._link, (self._wake,), message, fd)
+            _become_child(self._link, (self._wake, self._wake_end), message, fd)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         os.close(fd)
         self._children[pid] = int(str(message["child"]))
         self._tell({"child": message["child"], "pid": pid})
@@ -135,6 +139,7 @@ def _become_child(link: socket.socket, fds: Sequence[int], message: dict[str, ob
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         os.setsid()
         die_with_parent()
         if os.getppid() == 1:

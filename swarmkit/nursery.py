@@ -18,19 +18,20 @@ from typing import NoReturn
 from swarmkit.peers.hygiene import die_with_parent
 
 MAX_MESSAGE = 1 << 20
-# What peers get, between SIGTERM and SIGKILL, to leave when their supervisor has vanished.
-ORPHAN_GRACE_S = 10.0
 _FOR_CHILDREN = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
-def serve(fd: int, preload: Sequence[str], cleanup: Sequence[str]) -> NoReturn:
-    """Obey the supervisor at the other end of `fd` until it goes; then end every peer and remove `cleanup`."""
+def serve(fd: int, preload: Sequence[str], cleanup: Sequence[str], grace_s: float) -> NoReturn:
+    """Obey the supervisor at the other end of `fd` until it goes; then end every peer and remove `cleanup`.
+
+    Peers have `grace_s` between SIGTERM and SIGKILL.
+    """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     for module in preload:
         importlib.import_module(module)
     with socket.socket(fileno=fd) as link:
-        _Nursery(link).run()
+        _Nursery(link, grace_s).run()
     for folder in cleanup:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
@@ -39,8 +40,9 @@ def serve(fd: int, preload: Sequence[str], cleanup: Sequence[str]) -> NoReturn:
 class _Nursery:
     """Runs in one thread: a fork copies only the thread that calls it, so there must be no other."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, grace_s: float) -> None:
         self._link = link
+        self._grace_s = grace_s
         self._children: dict[int, int] = {}  # pid -> the supervisor's number for the child
         self._wake, self._wake_end = os.pipe()
         for end in (self._wake, self._wake_end):
@@ -121,7 +123,7 @@ class _Nursery:
             self._ending = True
 
     def _end_all(self) -> None:
-        for number, patience in ((signal.SIGTERM, ORPHAN_GRACE_S), (signal.SIGKILL, 5.0)):
+        for number, patience in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + patience
             for child in set(self._children.values()):
                 self._signal(child, number)

@@ -90,12 +90,19 @@ class Child:
 
 
 class Children:
-    """The processes of a run. If this process dies, the nursery ends them and removes the `cleanup` folders."""
+    """The processes of a run.
 
-    def __init__(self, preload: Sequence[str], *, cleanup: Sequence[Path] = (), threads: int = 1) -> None:
+    When this process closes it or dies, the nursery ends them, with `grace_s` between SIGTERM and SIGKILL, and removes
+    the `cleanup` folders.
+    """
+
+    def __init__(
+        self, preload: Sequence[str], *, cleanup: Sequence[Path] = (), threads: int = 1, grace_s: float = 10.0
+    ) -> None:
+        self._grace_s = grace_s
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            arguments = json.dumps([theirs.fileno(), list(preload), [str(folder) for folder in cleanup]])
+            arguments = json.dumps([theirs.fileno(), list(preload), [str(folder) for folder in cleanup], grace_s])
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from swarmkit.nursery import serve; serve(*{arguments})"],
                 pass_fds=[theirs.fileno()],
@@ -173,11 +180,11 @@ class Children:
         """Those that have not ended."""
         return [child for child in self.all if child.is_running]
 
-    def close(self, *, grace: float = 5.0) -> None:
+    def close(self) -> None:
         """End all that still run, the nursery included; safe to call twice."""
         self._link.close()  # the nursery hears it, ends its children and goes
         try:
-            self._process.wait(grace + 10)
+            self._process.wait(self._grace_s + 10)
         except subprocess.TimeoutExpired:
             self._process.kill()  # its children die with it
             self._process.wait()

@@ -308,10 +308,9 @@ class Trainer:
         for peer_id in sorted(present - self._members - {self.optimizer.collective.peer_id}):
             self.events.emit("peer_joined", id=peer_id, round=report.round)
         for peer_id in sorted(self._members - present):
-            reason = f"{peer_id[-8:]} was not in round {report.round}; it last said that it was "
-            self.events.emit(
-                "peer_lost", id=peer_id, round=report.round, reason=reason + self._around.state_of(peer_id)
-            )
+            state = self._around.state_of(peer_id)
+            reason = f"{peer_id[-8:]} was not in round {report.round}; the last that it said was: {state}"
+            self.events.emit("peer_lost", id=peer_id, round=report.round, state=state, reason=reason)
         self._members = present
 
     # -- evaluation and checkpoints ------------------------------------------------------------------------------------

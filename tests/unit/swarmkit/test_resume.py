@@ -1,0 +1,76 @@
+"""Which checkpoint each peer begins from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmkit import checkpoint
+from swarmkit.errors import CheckpointError
+from swarmkit.resume import find_checkpoints, plan_resume
+
+
+def save(run: Path, peer: str, step: int, *, round: int = 0, digest: str = "same") -> Path:
+    meta = {"step": step, "round": round or step // 10, "digest": digest}
+    return checkpoint.save(run / peer / "checkpoints", {"w": torch.zeros(2)}, meta, keep=9)
+
+
+def test_each_peer_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    paths = [save(tmp_path, f"peer-{k}", 20) for k in range(12)]
+    plan = plan_resume(tmp_path)
+    assert (plan.exactly, plan.step) == (True, 20)
+    assert [plan.for_peer(k) for k in range(12)] == [(path, True) for path in paths]
+
+
+def test_a_peer_more_than_there_were_begins_from_what_is_shared(tmp_path: Path) -> None:
+    first = save(tmp_path, "peer-0", 20)
+    save(tmp_path, "peer-1", 20)
+    assert plan_resume(tmp_path).for_peer(2) == (first, False)
+
+
+def test_the_newest_moment_that_all_have_is_taken(tmp_path: Path) -> None:
+    for peer, steps in (("peer-0", (10, 20, 30)), ("peer-1", (10, 20))):
+        for step in steps:
+            save(tmp_path, peer, step)
+    assert plan_resume(tmp_path).step == 20
+
+
+def test_without_a_common_moment_all_begin_from_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, "peer-0", 17, round=2)
+    newest = save(tmp_path, "peer-1", 19, round=2)
+    plan = plan_resume(tmp_path)
+    assert not plan.exactly
+    assert plan.for_peer(0) == plan.for_peer(1) == (newest, False)
+
+
+def test_peers_that_had_diverged_do_not_go_on_as_if_they_agreed(tmp_path: Path) -> None:
+    save(tmp_path, "peer-0", 20, digest="one")
+    save(tmp_path, "peer-1", 20, digest="other")
+    assert not plan_resume(tmp_path).exactly
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path) -> None:
+    for peer in ("peer-0", "peer-1"):
+        save(tmp_path, peer, 10)
+        newest = save(tmp_path, peer, 20)
+    broken = next(newest.glob("*.safetensors"))
+    broken.write_bytes(broken.read_bytes()[:-1] + b"x")
+    with pytest.warns(UserWarning, match="peer-1/checkpoints/step-00000020"):
+        assert plan_resume(tmp_path).step == 10
+
+
+def test_the_baseline_is_not_a_peer(tmp_path: Path) -> None:
+    save(tmp_path, "peer-0", 10)
+    save(tmp_path, "baseline", 40)
+    assert plan_resume(tmp_path).step == 10
+
+
+def test_a_checkpoint_itself_and_its_folders_are_found(tmp_path: Path) -> None:
+    path = save(tmp_path, "peer-0", 10)
+    for place in (path, path.parent, path.parent.parent, tmp_path):
+        assert [found.path for found in find_checkpoints(place)] == [path]
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint"):
+        plan_resume(tmp_path)

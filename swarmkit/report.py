@@ -1,52 +1,13 @@
 """The end-of-run report: what the peers' events say, as Markdown with plots."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from swarmkit.metrics import Event, read_events
+from swarmkit.events import PeerEvents, bytes_per_token, final_digests, read_run
+from swarmkit.plots import HOW_TO_INSTALL, draw_plots
 
 REPORT = "report.md"
-
-
-@dataclass(slots=True)
-class PeerEvents:
-    """The events of one peer, by kind."""
-
-    name: str
-    by_kind: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
-
-    def of(self, kind: str) -> list[Event]:
-        """All events of a kind, in order."""
-        return self.by_kind.get(kind, [])
-
-    def last(self, kind: str) -> Event:
-        """The last event of a kind; empty when there was none."""
-        events = self.of(kind)
-        return events[-1] if events else {}
-
-    def total(self, kind: str, key: str) -> float:
-        """Sum of a field over all events of a kind."""
-        return sum(event.get(key) or 0 for event in self.of(kind))
-
-    @property
-    def good_rounds(self) -> list[Event]:
-        """Rounds that gave a result."""
-        return [event for event in self.of("round") if event.get("failed") is None]
-
-
-def read_run(folder: Path) -> list[PeerEvents]:
-    """Read every peer-*/events.jsonl below a run's folder, in the order of the peers' numbers."""
-    peers = []
-    for path in sorted(folder.glob("*/events.jsonl"), key=lambda path: (len(path.parent.name), path.parent.name)):
-        peer = PeerEvents(path.parent.name)
-        for event in read_events(path):
-            peer.by_kind[event["kind"]].append(event)
-        peers.append(peer)
-    return peers
 
 
 def write_report(folder: Path) -> Path:
@@ -60,33 +21,11 @@ def write_report(folder: Path) -> Path:
     lines += _failures(peers)
     lines += _plots(folder, peers, baseline)
     lines += _sample(peers)
+    if (folder / "config.yaml").exists():
+        lines += ["All settings are in [config.yaml](config.yaml).", ""]
     path = folder / REPORT
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
-
-
-def final_digests(peers: Sequence[PeerEvents]) -> dict[str, str]:
-    """Each finished peer's anchor digest at the end."""
-    return {peer.name: str(peer.last("done")["digest"]) for peer in peers if peer.last("done").get("digest")}
-
-
-def bytes_per_token(peers: Sequence[PeerEvents]) -> tuple[float, float]:
-    """Payload bytes that a peer sent per token it learnt from, and what averaging in every step would have sent.
-
-    Every-step averaging of P parameter bytes among n peers sends 2 (n - 1) / n * P bytes per step; P is taken from the
-    rounds themselves, which move the same number of bytes once.
-    """
-    sent = sum(peer.total("round", "bytes_sent") for peer in peers)
-    tokens = sum(float(peer.last("train").get("tokens") or 0) for peer in peers)
-    every_step = 0.0
-    for peer in peers:
-        if peer.good_rounds:
-            full = max(len(event["members"]) for event in peer.good_rounds)
-            complete = [event["bytes_sent"] for event in peer.good_rounds if len(event["members"]) == full]
-            every_step += min(complete) * float(peer.last("round").get("step") or 0)
-    if not tokens:
-        return math.nan, math.nan
-    return sent / tokens, every_step / tokens
 
 
 def _outcome(peers: Sequence[PeerEvents], baseline: PeerEvents | None) -> list[str]:
@@ -177,81 +116,8 @@ def _sample(peers: Sequence[PeerEvents]) -> list[str]:
     return ["## A sample", "", fence, text, fence, ""]
 
 
-# -- plots -------------------------------------------------------------------------------------------------------------
-
-
 def _plots(folder: Path, peers: Sequence[PeerEvents], baseline: PeerEvents | None) -> list[str]:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib.figure import Figure
-    except ImportError:
-        return ["*No plots: install them with `pip install 'swarmkit-torch[plots]'`.*", ""]
-    everybody = [*peers, *([baseline] if baseline is not None else [])]
-    made: list[tuple[str, str]] = []
-    for name, title, draw in (
-        ("loss_tokens", "Training loss against tokens", _draw_loss_tokens),
-        ("loss_time", "Training loss against time", _draw_loss_time),
-        ("bytes", "Bytes sent against steps", _draw_bytes),
-        ("rounds", "Where the time of each peer went", _draw_timeline),
-    ):
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
-        draw(axes, everybody if name.startswith("loss") else list(peers))
-        axes.set_title(title)
-        figure.savefig(folder / f"{name}.png", dpi=110)
-        made.append((title, f"{name}.png"))
+    made = draw_plots(folder, peers, baseline)
+    if made is None:
+        return [f"*No plots: install them with `{HOW_TO_INSTALL}`.*", ""]
     return ["## Plots", "", *(f"![{title}]({file})" for title, file in made), ""]
-
-
-def _series(peer: PeerEvents, x: str, y: str) -> Iterator[tuple[float, float]]:
-    for event in peer.of("train"):
-        if event.get(x) is not None and event.get(y) is not None:
-            yield event[x], event[y]
-
-
-def _draw_loss_tokens(axes: Any, peers: Sequence[PeerEvents]) -> None:  # noqa: ANN401 - matplotlib's Axes
-    for peer in peers:
-        points = list(_series(peer, "tokens", "loss"))
-        axes.plot([x for x, _ in points], [y for _, y in points], label=peer.name)
-    axes.set(xlabel="tokens that the peer learnt from", ylabel="nats per token")
-    axes.legend()
-
-
-def _draw_loss_time(axes: Any, peers: Sequence[PeerEvents]) -> None:  # noqa: ANN401
-    for peer in peers:
-        points = list(_series(peer, "time", "loss"))
-        start = points[0][0] if points else 0.0
-        axes.plot([x - start for x, _ in points], [y for _, y in points], label=peer.name)
-    axes.set(xlabel="seconds since the peer's first step", ylabel="nats per token")
-    axes.legend()
-
-
-def _draw_bytes(axes: Any, peers: Sequence[PeerEvents]) -> None:  # noqa: ANN401
-    for peer in peers:
-        total, points = 0.0, []
-        for event in peer.good_rounds:
-            total += event["bytes_sent"]
-            points.append((event["step"], total / 1e6))
-        axes.step([x for x, _ in points], [y for _, y in points], where="post", label=peer.name)
-    axes.set(xlabel="inner step", ylabel="MB sent")
-    axes.legend()
-
-
-def _draw_timeline(axes: Any, peers: Sequence[PeerEvents]) -> None:  # noqa: ANN401
-    kinds = (("compute_s", "computing"), ("communication_s", "communicating"), ("waiting_s", "waiting"))
-    colours = ("tab:green", "tab:blue", "tab:orange")
-    starts = [event["time"] for peer in peers for event in peer.of("train")[:1]]
-    origin = min(starts, default=0.0)
-    for row, peer in enumerate(peers):
-        for event in peer.of("train"):
-            spent = [event.get(key) or 0.0 for key, _ in kinds]
-            left = event["time"] - origin - sum(spent)
-            for seconds, colour in zip(spent, colours, strict=True):
-                axes.barh(row, seconds, left=left, color=colour, height=0.8)
-                left += seconds
-    axes.set(yticks=range(len(peers)), yticklabels=[peer.name for peer in peers], xlabel="seconds")
-    for (_, label), colour in zip(kinds, colours, strict=True):
-        axes.barh(0, 0, color=colour, label=label)
-    axes.legend(loc="upper right")

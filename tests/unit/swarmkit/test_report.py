@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from swarmkit.events import bytes_per_token, bytes_per_token_so_far, final_digests, read_run
 from swarmkit.metrics import EventLog
-from swarmkit.report import bytes_per_token, final_digests, read_run, write_report
+from swarmkit.plots import swarm_curve
+from swarmkit.report import write_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -116,3 +118,26 @@ def test_a_loss_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
         log.emit("train", step=1, tokens=10, loss=float("nan"), tokens_per_s=float("nan"))
         log.emit("eval", step=1, loss=float("nan"), bpb=float("nan"))
     assert "| validation, bits per byte | - |" in lines_of(tmp_path)
+
+
+def test_the_swarms_curve_counts_the_tokens_of_all_peers(tmp_path: Path) -> None:
+    for index in range(2):
+        write_peer(tmp_path / f"peer-{index}")
+    curve = swarm_curve(read_run(tmp_path))
+    assert [point.tokens for point in curve] == [200.0 * step for step in range(1, 21)]
+    assert curve[9].loss == pytest.approx(0.5)
+    (score,) = swarm_curve(read_run(tmp_path), "eval")
+    assert (score.tokens, score.loss) == (4000.0, 1.5)
+
+
+def test_a_dead_peer_s_tokens_stay_counted(tmp_path: Path) -> None:
+    write_peer(tmp_path / "peer-0")
+    write_peer(tmp_path / "peer-1", dead=True)
+    assert swarm_curve(read_run(tmp_path))[-1].tokens == 2000.0 + 1000.0
+
+
+def test_bytes_per_token_are_followed_round_by_round(tmp_path: Path) -> None:
+    for index in range(2):
+        write_peer(tmp_path / f"peer-{index}")
+    # 300 bytes after the first round's 2,000 tokens; the second failed and sent nothing.
+    assert list(bytes_per_token_so_far(read_run(tmp_path))) == [(2000.0, 0.15), (4000.0, 0.075)]

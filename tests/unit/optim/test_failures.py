@@ -15,6 +15,8 @@ from swarmkit.optim import (
     Collective,
     DiLoCo,
     Every,
+    LocalSGD,
+    QuadraticSync,
     RoundFailed,
     RoundReport,
     SyncedOptimizer,
@@ -317,3 +319,44 @@ def test_a_state_has_the_keys_of_the_inner_optimizer_s_own(make: Make) -> None:
     assert torch.equal(bare.state[net.first.weight]["exp_avg"], optimizer.state[net.first.weight]["exp_avg"])
     with pytest.raises(ValueError, match="bare optimizer"):
         optimizer.load_state_dict(bare.state_dict())
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["samples", "steps"])
+def test_a_resumed_window_weighs_as_much_as_an_uninterrupted_one(counted: bool) -> None:
+    net = Net()
+    optimizer = local_sgd(list(net.parameters()), alone())
+    for step in range(3):
+        optimizer.samples += 16 * counted
+        train(net, optimizer, 0, range(step, step + 1))
+    resumed = local_sgd(list(net.parameters()), alone())
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed.samples += 16 * counted
+    train(net, resumed, 0, range(3, 4))
+    assert resumed.last_report is not None
+    assert resumed.last_report.weight == (64 if counted else 4)
+    assert resumed.last_report.window == 4
+
+
+def test_a_peer_that_was_left_behind_is_so_after_a_restart() -> None:
+    optimizer = local_sgd(list(Net().parameters()), Faulty(alone(), {0}, missed=True))
+    for _ in range(4):
+        optimizer.step()
+    resumed = local_sgd(list(Net().parameters()), alone())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.needs_state
+
+
+def test_a_resumed_window_keeps_its_length_whatever_the_learning_rate_has_become() -> None:
+    def make(parameters: list[Tensor], collective: Collective) -> SyncedOptimizer:
+        sync = QuadraticSync(alpha=0.1, h_base=2, total_steps=100)
+        return LocalSGD(adamw(parameters, lr=0.05), collective=collective, sync=sync)
+
+    net = Net()
+    optimizer = make(list(net.parameters()), alone())
+    train(net, optimizer, 0, range(2))
+    optimizer.param_groups[0]["lr"] = 0.01  # would make a window of 100 steps, but this one has 4
+    resumed = make(list(net.parameters()), alone())
+    resumed.load_state_dict(optimizer.state_dict())
+    train(net, resumed, 0, range(2, 4))
+    assert resumed.last_report is not None
+    assert resumed.last_report.window == 4

@@ -101,10 +101,8 @@ class Command:
         return [event for event in events if event["kind"] == kind]
 
     def wait_for_round(self, peer: int, number: int) -> None:
-        self.wait_for(
-            f"round {number} of peer {peer}",
-            lambda: any(event["round"] >= number for event in self.events(peer, "round")),
-        )
+        """Wait until a peer has been in more than `number` rounds; a joiner's first is the one that it only watches."""
+        self.wait_for(f"{number + 1} rounds of peer {peer}", lambda: len(self.events(peer, "round")) > number)
 
     def pid(self, peer: int) -> int:
         return int(self.wait_for(f"start of peer {peer}", lambda: self.events(peer, "run_start"))[-1]["pid"])

@@ -1,5 +1,6 @@
 """The `swarmkit` command."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -215,6 +216,8 @@ def _addresses(*addresses: str) -> list[str]:
 
 def main() -> None:
     """Run the command; expected errors are one line on stderr and an exit code, see `swarmkit --help`."""
+    # Read when torch loads; spinning threads of peers that share cores starve each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except tuple(kind for kind, _ in _EXIT_CODES) as error:

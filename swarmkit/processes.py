@@ -110,7 +110,7 @@ class Children:
                 start_new_session=True,  # a Ctrl-C in the terminal is for the supervisor, which tells the others
                 # Read when the libraries load, so it cannot wait for a setting in the peer.
                 env={
-                    # Threads that spin while they wait starve each other as soon as cores are shared: seven times slower.
+                    # Threads that spin while they wait starve each other when cores are shared: seven times slower.
                     "OMP_WAIT_POLICY": "PASSIVE",
                     **os.environ,
                     "OMP_NUM_THREADS": str(threads),

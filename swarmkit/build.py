@@ -81,7 +81,7 @@ def build_optimizer(config: Config, model: nn.Module, collective: Collective) ->
         build_inner(config.optimizer, [p for p in model.parameters() if p.requires_grad]),
         collective=collective,
         total_steps=config.steps,
-        warmup_steps=config.optimizer.warmup_steps,
+        warmup_steps=config.optimizer.warmup(config.steps),
         names=parameter_names(model),
         # Not those that a model derives from its settings, as tables of angles.
         buffers=[buffer for name, buffer in model.named_buffers() if name in kept],

@@ -11,9 +11,10 @@ def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> fl
     It rises linearly during the warm-up. Then it stays, falls to `final_lr` of the peak along half a cosine or a line,
     or is multiplied by `gamma` at each milestone.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / (config.warmup_steps + 1)
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    warmup = config.warmup(total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     match config.schedule:
         case LRShape.constant:
             return config.lr

@@ -19,12 +19,24 @@ Say = Callable[[str], None]
 FIRST_WORD_S = 5.0
 REMINDER_S = 60.0
 LINGER_S = 10.0
+# Of round_timeout_s: how long before the others a joiner may come to a round.
+EARLY_SHARE = 0.4
 
 
 class Neighbours(Surroundings):
     """The trainer's view of a node."""
 
-    def __init__(self, node: Node, config: Config, *, events: EventLog, stop: threading.Event, say: Say) -> None:
+    def __init__(
+        self,
+        node: Node,
+        config: Config,
+        *,
+        events: EventLog,
+        stop: threading.Event,
+        say: Say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self.node = node
         self.config = config
         self.expected = config.network.min_peers  # replicas without which training does not go on
@@ -37,7 +49,7 @@ class Neighbours(Surroundings):
 
     def fetch_state(self) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         """See Surroundings; the others read the progress in this peer's state."""
-        percent = -1
+        percent = -5
 
         def progress(done: int, total: int) -> None:
             nonlocal percent
@@ -47,6 +59,24 @@ class Neighbours(Surroundings):
                 self._say(f"downloading the state: {percent} % of {total / 1e6:.1f} MB")
 
         return self.node.fetch_state(progress)
+
+    def await_round(self, round: int, *, step: int, tokens_per_step: int) -> None:
+        """See Surroundings; a round that this peer opened alone, long before the others, would fail for everybody."""
+        margin = self.config.network.round_timeout_s * EARLY_SHARE
+        seen: dict[tuple[str, int], float] = {}  # when a peer was first heard to be at a step
+        while not self._stop.is_set():
+            now = self._clock()
+            others = [record for record in self.active() if record.peer_id != self.node.peer_id]
+            left = []
+            for record in others:
+                since = seen.setdefault((record.peer_id, record.step), now)
+                if record.round > round or record.tokens_per_s <= 0:
+                    return
+                left.append((step - record.step) * tokens_per_step / record.tokens_per_s - (now - since))
+            if not left or min(left) <= margin:
+                return
+            self.node.heartbeat(state=f"joining in {min(left):.0f} s")
+            self._stop.wait(min(self.config.network.heartbeat_s, max(0.05, min(left) - margin)))
 
     def report(self, **values: object) -> None:
         """See Surroundings."""
@@ -87,19 +117,19 @@ class Neighbours(Surroundings):
 
         `still` may lower the count while it waits.
         """
-        started = time.monotonic()
+        started = self._clock()
         said = started - REMINDER_S + FIRST_WORD_S
         while not self._stop.is_set():
             count = still(count)
             if self.node.wait_for_peers(count, timeout=0.5):
                 return True
-            waited = time.monotonic() - started
+            waited = self._clock() - started
             if waited > self.config.network.max_wait_s:
                 self._say(f"gave up: {self._missing(count)} after {waited:.0f} s (network.max_wait_s)")
                 self.gave_up = True
                 return False
-            if time.monotonic() - said >= REMINDER_S:
-                said = time.monotonic()
+            if self._clock() - said >= REMINDER_S:
+                said = self._clock()
                 left = self.config.network.max_wait_s - waited
                 self._say(f"waiting: {self._missing(count)}; giving up in {left:.0f} s")
         return False
@@ -111,8 +141,8 @@ class Neighbours(Surroundings):
 
     def linger(self) -> None:
         """Stay a moment after the last round: a peer that missed it can still get the state from here."""
-        deadline = time.monotonic() + min(LINGER_S, self.config.network.round_timeout_s)
-        while time.monotonic() < deadline and not self._stop.is_set():
+        deadline = self._clock() + min(LINGER_S, self.config.network.round_timeout_s)
+        while self._clock() < deadline and not self._stop.is_set():
             others = [record for record in self.active() if record.peer_id != self.node.peer_id]
             if all(record.step >= self.config.steps for record in others):
                 return

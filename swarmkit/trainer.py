@@ -56,6 +56,9 @@ class Surroundings:
         """Get the swarm's state from another peer; raises SwarmError."""
         raise JoinFailed("this peer has nobody to fetch a state from")
 
+    def await_round(self, round: int, *, step: int, tokens_per_step: int) -> None:
+        """Wait until the others are about to come to a round, which they do after `step` inner steps."""
+
     def report(self, **values: object) -> None:
         """Tell the others where this peer stands."""
 
@@ -184,8 +187,14 @@ class Trainer:
         self._losses.clear()
         if observe and self.optimizer.step_count < self.config.steps:
             self._set_learning_rate()
+            step = self.optimizer.step_count + (meta.get("window") or 1)
+            self._around.await_round(self.optimizer.round, step=step, tokens_per_step=self._tokens_per_step())
             self.optimizer.observe_round()
         self._evaluated_at = self._saved_at = self.optimizer.step_count
+
+    def _tokens_per_step(self) -> int:
+        spec = self.corpus.spec
+        return self.config.batch_size * self.config.accumulate * (spec.shape[0] if spec.kind == "tokens" else 1)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

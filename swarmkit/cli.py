@@ -2,12 +2,15 @@
 
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swarmkit import __version__
 from swarmkit.errors import CheckpointError, ConfigError, DataError, SwarmError, TrainingDiverged
+
+if TYPE_CHECKING:
+    from swarmkit.config import Config
 
 EXIT_SETTINGS = 2
 EXIT_NETWORK = 3
@@ -73,6 +76,7 @@ def local(overrides: Overrides = None) -> None:
     from swarmkit.compose import load_config
 
     config = load_config(overrides or [])
+    _advise(config)
     from swarmkit.launch import run_local
 
     raise typer.Exit(run_local(config))
@@ -91,6 +95,7 @@ def start(overrides: Overrides = None) -> None:
     from swarmkit.compose import load_config
 
     config = load_config(overrides or [])
+    _advise(config)
     from swarmkit import peer
 
     raise typer.Exit(peer.start(config))
@@ -199,6 +204,13 @@ def config(
 
     composed = load_config(overrides or [])
     typer.echo(config_to_json(composed) if json else config_to_yaml(composed), nl=json)
+
+
+def _advise(config: "Config") -> None:
+    from swarmkit.advice import notes
+
+    for note in notes(config):
+        typer.echo(f"note: {note}", err=True)
 
 
 def _addresses(*addresses: str) -> list[str]:

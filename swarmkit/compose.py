@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from swarmkit.config import GROUPS, Config, to_config
 from swarmkit.errors import ConfigError
 
-_DEFAULT_CHOICES = {"model": "gpt", "data": "stdlib", "strategy": "diloco", "optimizer": "adamw", "network": "local"}
+_DEFAULT_CHOICES = {"model": "gpt", "data": "stdlib", "strategy": "local_sgd", "optimizer": "adamw", "network": "local"}
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:

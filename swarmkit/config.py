@@ -112,7 +112,7 @@ class Config:
 
     name: str = "demo"  # of the run: its folder, and its keys on the DHT
     peers: int = 4  # processes of `swarmkit local`; shares of the data
-    steps: int = 400  # inner steps of each peer
+    steps: int = 240  # inner steps of each peer
     batch_size: int = 8  # samples per peer and micro-batch
     accumulate: int = 1  # micro-batches per inner step
     seed: int = 0  # of the initial parameters, of the data's order and of the sample
@@ -123,7 +123,7 @@ class Config:
     resume: str | None = None  # a run's folder, or a checkpoint, to go on from
     model: ModelConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=StdlibConfig)
-    strategy: StrategyConfig = field(default_factory=DiLoCoConfig)
+    strategy: StrategyConfig = field(default_factory=LocalSGDConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -167,7 +167,7 @@ def _problems(config: Config) -> Iterator[str]:
             f"strategy.sync.h={sync.h}: longer than the whole training (steps={config.steps}); "
             "the peers would meet only once, at the end"
         )
-    if config.optimizer.warmup_steps >= config.steps >= 1:
+    if config.optimizer.warmup(config.steps) >= config.steps >= 1:
         yield f"optimizer.warmup_steps={config.optimizer.warmup_steps}: must be below steps={config.steps}"
     if not 0 <= config.seed < MAX_NUMBER:
         yield f"seed={config.seed}: must be at least 0 and below 2^53"

@@ -26,7 +26,7 @@ class SyncConfig:
     """When replicas synchronise."""
 
     rule: SyncRule = SyncRule.every  # what ends a window
-    h: int = 32  # inner steps per window; QSR's smallest window (h_base)
+    h: int = 16  # inner steps per window; QSR's smallest window (h_base)
     alpha: float | None = None  # QSR: H = max(h, floor((alpha / lr)^2)); about peak lr * sqrt(H wanted at the peak)
 
     def __post_init__(self) -> None:
@@ -101,10 +101,10 @@ class OptimizerConfig:
     """The inner optimizer and its learning rate."""
 
     name: str = "adamw"  # adamw or sgd; set by the choice of the group
-    lr: float = 1e-3  # peak learning rate
+    lr: float = 3e-3  # peak learning rate
     weight_decay: float = 0.1  # of matrices; vectors are not decayed
     clip: float = 1.0  # largest L2 norm of a gradient; 0 does not clip
-    warmup_steps: int = 0  # linear warm-up
+    warmup_steps: int | None = None  # of a linear warm-up; none: a tenth of training
     schedule: LRShape = LRShape.cosine  # after the warm-up
     final_lr: float = 0.1  # share of the peak that schedules cosine and linear end on
     milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # schedule=step: shares of training
@@ -112,7 +112,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         positive("optimizer", self, "lr")
-        at_least("optimizer", self, 0, "weight_decay", "clip", "warmup_steps")
+        at_least("optimizer", self, 0, "weight_decay", "clip")
+        if self.warmup_steps is not None:
+            at_least("optimizer", self, 0, "warmup_steps")
         if not 0 <= self.final_lr <= 1:
             raise ValueError(f"optimizer.final_lr={self.final_lr}: a share of the peak, between 0 and 1")
         if not 0 < self.gamma <= 1:
@@ -121,6 +123,10 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.milestones={list(self.milestones)}: shares of training, between 0 and 1, rising"
             )
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up in a training of so many."""
+        return total_steps // 10 if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,7 +28,7 @@ def test_cosine_falls_from_the_peak_to_its_share() -> None:
 
 
 def test_linear_falls_evenly() -> None:
-    found = rates(LRShape.linear, final_lr=0.0)
+    found = rates(LRShape.linear, final_lr=0.0, warmup_steps=0)
     assert found[25] == pytest.approx(0.3)
     assert found[100] == pytest.approx(0.0)
 
@@ -38,3 +38,8 @@ def test_step_falls_at_its_milestones() -> None:
     assert found[49] == pytest.approx(0.4)
     assert found[50] == pytest.approx(0.04)
     assert found[75] == pytest.approx(0.004)
+
+
+def test_the_warm_up_is_a_tenth_of_training_unless_it_is_set() -> None:
+    found = rates(LRShape.constant)
+    assert found[9] < found[10] == 0.4

@@ -1,0 +1,22 @@
+"""Notes on a configuration that works but will probably disappoint."""
+
+import math
+from collections.abc import Iterator
+
+from swarmkit.config import Config
+from swarmkit.strategy import DiLoCoConfig, SyncRule
+
+# Outer momentum of 0.9 takes tens of rounds to settle; below this, plain averaging (local_sgd) was better.
+MIN_OUTER_ROUNDS = 100
+
+
+def notes(config: Config) -> Iterator[str]:
+    """Yield one line for each setting that is legal but unwise, with what to do."""
+    strategy = config.strategy
+    if isinstance(strategy, DiLoCoConfig) and strategy.sync.rule is SyncRule.every:
+        rounds = math.ceil(config.steps / strategy.sync.h)
+        if rounds < MIN_OUTER_ROUNDS and strategy.outer_momentum > 0:
+            yield (
+                f"DiLoCo with {rounds} rounds (steps / strategy.sync.h): outer momentum needs about {MIN_OUTER_ROUNDS} "
+                "to pay; use strategy=local_sgd, or a smaller strategy.outer_lr such as 0.2 to 0.4"
+            )

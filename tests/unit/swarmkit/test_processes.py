@@ -61,9 +61,9 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_child_gets_its_arguments_and_tells_its_exit_code(children: Children, tmp_path: Path) -> None:
-    child = children.spawn("one", f"{HARNESS}:echo", {"code": 3, "text": "ä"}, log=tmp_path / "deep" / "log.txt")
+    child = children.spawn("one", f"{HARNESS}:echo", {"code": 3, "text": "\u00e4"}, log=tmp_path / "deep" / "log.txt")
     message = first_message(child)
-    assert message["given"] == {"code": 3, "text": "ä"}
+    assert message["given"] == {"code": 3, "text": "\u00e4"}
     assert wait_end(children, child) == 3
     assert child.pid == message["pid"]
     assert "printed by the child" in (tmp_path / "deep" / "log.txt").read_text()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -14,6 +14,9 @@ class RoundKey:
 
     name: str  # what is synchronised, for example "gradients" or "parameters"
     index: int  # number of the round, from 0
+    # What the member's contribution starts from, such as a hash over the rounds it has applied. Members with different
+    # ones are not averaged: those in the minority miss the round. Empty: fits all.
+    lineage: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.name}/{self.index}"
@@ -28,6 +31,7 @@ class RoundStats:
     bytes_sent: int  # payload bytes that left this process, failed attempts and framing included
     bytes_received: int
     seconds: float  # from the call to the close of the round
+    id: str = ""  # of the closed round, equal on all members and different for every round
     waited: float = 0.0  # seconds of these spent until the slowest member had arrived
 
 

@@ -1,5 +1,6 @@
 """SyncedOptimizer: the base that every strategy shares, an ordinary torch optimizer that meets its peers in rounds."""
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from swarmkit.optim.snapshot import (
 __all__ = ["Closure", "RoundReport", "SyncedOptimizer", "parameter_names"]
 
 Closure = Callable[[], Any]
-_COUNTERS = ("round", "step_count", "_synced_step", "_window", "samples", "_unsent_steps", "needs_state")
+_COUNTERS = ("round", "step_count", "_synced_step", "_window", "samples", "_unsent_steps", "needs_state", "lineage")
 
 
 class SyncedOptimizer(torch.optim.Optimizer):
@@ -71,6 +72,7 @@ class SyncedOptimizer(torch.optim.Optimizer):
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._lock = threading.RLock()
         self.round = 0
+        self.lineage = ""  # hash chain over the rounds whose results this peer holds
         self.step_count = 0
         self.samples = 0.0
         self._unsent_steps = 0  # since the last round that took what this peer had
@@ -192,7 +194,7 @@ class SyncedOptimizer(torch.optim.Optimizer):
             round=self.round, step=self.step_count, window=self.step_count - self._synced_step, weight=weight
         )
         try:
-            key = RoundKey(self.round_name, self.round)
+            key = RoundKey(self.round_name, self.round, self.lineage)
             reduced = self.collective.all_reduce(contribution, round=key, weight=weight).result()
         except RoundFailed as error:
             with self._lock:
@@ -233,6 +235,8 @@ class SyncedOptimizer(torch.optim.Optimizer):
                 drop_broken_state(self.inner)
             self.samples, self._unsent_steps = 0.0, 0
             # Under the same lock as the new anchor: a snapshot must not pair it with the old round's number.
+            link = f"{self.lineage}|{self.round_name}/{self.round}|{reduced.id}"
+            self.lineage = hashlib.blake2b(link.encode(), digest_size=16).hexdigest()
             self._close_window()
         return replace(
             report,
@@ -291,6 +295,7 @@ class SyncedOptimizer(torch.optim.Optimizer):
             meta = {
                 "strategy": type(self).__name__,
                 "round": self.round,
+                "lineage": self.lineage,
                 "step": self._synced_step,
                 "window": self._window,
                 "inner": numbers,
@@ -308,6 +313,9 @@ class SyncedOptimizer(torch.optim.Optimizer):
         named, numbers = self._anchor.named_parameters(), meta.get("inner") or {}
         read_inner_state(named, parts["inner"], numbers)
         round, step, window = read_progress(meta)
+        lineage = meta.get("lineage", "")
+        if not isinstance(lineage, str) or len(lineage) > 64:
+            raise ValueError(f"lineage {str(lineage)[:80]!r} is not a hash")
         with self._lock, torch.no_grad():
             self._load_outer(parts["outer"])
             load_inner_tensors(self.inner, named, parts["inner"], numbers)
@@ -316,6 +324,7 @@ class SyncedOptimizer(torch.optim.Optimizer):
             for i, buffer in enumerate(self._buffers):
                 buffer.copy_(parts["buffer"][str(i)])
             self.round, self.step_count, self._synced_step, self._window = round, step, step, window
+            self.lineage = lineage
             self.samples, self._unsent_steps = 0.0, 0
             self.needs_state = False
 

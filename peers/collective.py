@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypedDict, TypeVar
@@ -25,13 +26,15 @@ from swarmkit.peers.transport import Bulk, Traffic
 from swarmkit.peers.wire import Message, field
 
 Operation = Literal["reduce", "gather"]
-# A coordinator answers within the round's timeout; what its answer may take on the way.
+# A coordinator answers within the round's timeout, plus the pings under way and what its answer takes to arrive.
 GRACE_S = 3.0
+REMEMBERED_ATTEMPTS = 256
 T = TypeVar("T")
 Result = list[Any]  # tensors of a reduction, or lists of tensors of a gathering
 
 
 class _Stats(TypedDict):
+    id: str
     members: tuple[str, ...]
     weights: tuple[float, ...]
     bytes_sent: int
@@ -69,8 +72,9 @@ class SwarmCollective:
         self._timeout = settings.round_timeout_s if round_timeout is None else round_timeout
         self._attempts: dict[str, asyncio.Future[Reduction | Gathering]] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}  # attempt -> the exchange, for `abort`
+        self._aborted: deque[str] = deque(maxlen=REMEMBERED_ATTEMPTS)  # an abort may overtake what it aborts
         self._rounds: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self._closed = ""  # why no round can be had any more
         rpc.handle("abort", self._on_abort)
         bulk.handle("reduce", self._serve)
         bulk.handle("gather", self._serve)
@@ -87,9 +91,9 @@ class SwarmCollective:
         check_payload(payload, weight)
         return self._thread.submit(self._track(self._all_gather(list(payload), round, float(weight))))
 
-    def close(self) -> None:
+    def close(self, reason: str = "the collective was closed") -> None:
         """Leave; rounds in flight end in RoundFailed."""
-        self._closed = True
+        self._closed = self._closed or reason
         self._thread.loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._rounds])
 
     async def _track(self, round: Coroutine[None, None, T]) -> T:
@@ -128,7 +132,9 @@ class SwarmCollective:
         return self._attempts[attempt]
 
     async def _on_abort(self, caller: str, message: Message) -> Message:
-        task = self._running.get(field(message, "attempt", str))
+        attempt = field(message, "attempt", str, lambda text: len(text) <= 64)
+        self._aborted.append(attempt)
+        task = self._running.get(attempt)
         if task is not None:
             task.cancel()
         return {}
@@ -146,7 +152,9 @@ class _Member:
         self._key = key
         self._weight = weight
         self._started = time.monotonic()
-        self._deadline = self._started + owner._timeout + GRACE_S
+        self._deadline = self._started + owner._timeout + GRACE_S + owner._settings.silence_s
+        self._gave_up = False  # a coordinator
+        self._begun_attempts: list[str] = []
         self._begun = self._started
         self._traffic = Traffic()
         self._attempt = ""  # the attempt whose complete result we hold
@@ -155,6 +163,7 @@ class _Member:
     def stats(self, decision: Decision) -> _Stats:
         """What a result tells about its round."""
         return {
+            "id": decision.attempt,
             "members": decision.members,
             "weights": decision.weights,
             "bytes_sent": self._traffic.sent,
@@ -166,20 +175,27 @@ class _Member:
     async def take_part(self) -> tuple[Result, Decision]:
         """Meet, exchange, report, until the round is decided; raises RoundFailed."""
         if self._c._closed:
-            raise RoundFailed("the collective is closed")
+            raise RoundFailed(self._c._closed)
         try:
-            answer = await self._meet()
-            while field(answer, "outcome", str) == "begin":
-                answer = await self._attempt_once(answer)
-            return self._conclude(answer)
+            async with asyncio.timeout(self._left() + GRACE_S):
+                answer = await self._meet()
+                while field(answer, "outcome", str) == "begin":
+                    answer = await self._attempt_once(answer)
+                return self._conclude(answer)
         except asyncio.CancelledError:
             if self._c._closed:
-                raise RoundFailed("the collective was closed") from None
+                raise RoundFailed(self._c._closed) from None
             raise
-        except ProtocolError as error:
-            raise RoundFailed(str(error)) from error
+        except TimeoutError as error:
+            raise RoundFailed(f"round {self._key}: nothing was decided in time", missed=True) from error
+        except (ProtocolError, PeerUnreachable, ValueError, KeyError, OSError) as error:
+            # Whatever a peer or the network did, the trainer hears of a failed round and goes on.
+            raise RoundFailed(f"round {self._key}: {error!r}", missed=bool(self._attempt)) from error
         finally:
             self._c._coordinator.note(self._key, None)
+            for attempt in self._begun_attempts:
+                # All members that could still read from us have reported by now.
+                self._c._attempts.pop(attempt, None)
 
     async def _meet(self) -> Message:
         """Come to the round at whoever coordinates it, following redirects and replacing the dead."""
@@ -190,17 +206,22 @@ class _Member:
             "weight": self._weight,
             "schema": Schema.of(self._tensors).to_message(),
             "timeout": self._c._timeout,
+            "lineage": self._key.lineage,
             "joined_at": self._c._roster.mine.joined_at,
         }
         target = self._c._roster.coordinator()
+        redirects = 0
         while self._left() > 0:
             self._coordinator = target
-            answer = await self._ask("meet", message)
+            self._c._coordinator.note(self._key, "pending", target)
+            answer = await self._ask("meet", {**message, "gave_up": self._gave_up})
             if answer is None:
                 target = self._c._roster.coordinator()
             elif answer.get("outcome") == "redirect":
-                target = field(answer, "to", str)
-                if target == self._coordinator:
+                target = field(answer, "to", str, lambda text: 0 < len(text) <= 128)
+                redirects += 1
+                if redirects > 1:
+                    # Two tables that do not agree yet: give them a moment.
                     await asyncio.sleep(0.1)
             else:
                 return answer
@@ -221,7 +242,10 @@ class _Member:
             pass
         finally:
             call.cancel()
-        self._c._roster.suspect(self._coordinator)
+        self._c._coordinator.note(self._key, "abandoned", self._coordinator)
+        self._gave_up = True
+        if self._left() > 0:
+            self._c._roster.suspect(self._coordinator)
         return None
 
     async def _while_coordinator_lives(self, task: asyncio.Future[Any]) -> bool:
@@ -247,24 +271,26 @@ class _Member:
             "ok": True,
             "blame": "",
             "reason": "",
+            "is_link": True,
         }
         try:
             self._result = await self._exchange(agreement)
             self._attempt = agreement.attempt
         except Blame as blame:
             report |= {"ok": False, "blame": blame.peer_id or "", "reason": blame.reason[:400]}
-        if self._coordinator != self._c.peer_id:
-            self._c._coordinator.note(self._key, "pending")
+            report["is_link"] = blame.is_link
         answer = await self._ask("report", report)
         if answer is None:
             # The coordinator died. What we hold counts only if somebody heard it commit.
-            self._c._coordinator.note(self._key, "abandoned")
             answer = await self._meet()
         return answer
 
     async def _exchange(self, agreement: Agreement) -> Result:
         kind: type[Reduction] | type[Gathering] = Reduction if self._operation == "reduce" else Gathering
         exchange = kind(agreement, self._c.peer_id, self._tensors, self._traffic, self._c._settings.chunk_bytes)
+        self._begun_attempts.append(agreement.attempt)
+        if agreement.attempt in self._c._aborted:
+            raise Blame(None, "the coordinator aborted the attempt")
         slot = self._c._slot(agreement.attempt)
         if not slot.done():
             slot.set_result(exchange)

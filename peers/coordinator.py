@@ -33,7 +33,7 @@ class Coordinator:
         self._sessions: dict[RoundKey, tuple[Session, asyncio.Task[Decision]]] = {}
         self._decisions: OrderedDict[RoundKey, Decision] = OrderedDict()
         self._latest: dict[str, int] = {}  # round name -> highest index that was decided
-        self._standing: dict[RoundKey, str] = {}  # rounds that this peer is in under another coordinator
+        self._standing: dict[RoundKey, tuple[str, str]] = {}  # rounds that this peer is in: state and coordinator
         self._holds: dict[str, float] = {}  # joiner -> monotonic time until which rounds wait for it
         rpc.handle("meet", self._on_meet)
         rpc.handle("report", self._on_report)
@@ -48,8 +48,8 @@ class Coordinator:
         while len(self._decisions) > REMEMBERED_ROUNDS:
             self._decisions.popitem(last=False)
 
-    def note(self, key: RoundKey, standing: str | None) -> None:
-        """Note this member's standing in a round under another coordinator.
+    def note(self, key: RoundKey, standing: str | None, coordinator: str = "") -> None:
+        """Note this member's standing in a round.
 
         "pending" while it may still hear a decision, "abandoned" once it has given that coordinator up (it will not
         act on its decision any more), None when the round has ended for it.
@@ -57,15 +57,26 @@ class Coordinator:
         if standing is None:
             self._standing.pop(key, None)
         else:
-            self._standing[key] = standing
+            self._standing[key] = (standing, coordinator)
+
+    def hand_over(self) -> None:
+        """Send members of rounds that have not begun to the next coordinator; those that have begun are finished."""
+        heir = self._roster.coordinator()
+        if heir == self._roster.mine.peer_id:
+            return
+        for session, task in list(self._sessions.values()):
+            if not session.has_begun:
+                session.hand_over(heir)
+                task.cancel()
 
     async def close(self) -> None:
-        """Stop coordinating; members hear that the coordinator left."""
+        """Stop coordinating: hand over what has not begun, finish what has, within a few seconds."""
+        self.hand_over()
         tasks = [task for _, task in self._sessions.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=2)
 
     async def _on_meet(self, caller: str, message: Message) -> Message:
         key = parse_key(message)
@@ -75,6 +86,7 @@ class Coordinator:
             schema=Schema.from_message(message, max_bytes=self._settings.max_round_bytes),
             order=(field(message, "joined_at", float, finite), caller),
             answer=asyncio.get_running_loop().create_future(),
+            lineage=field(message, "lineage", str, lambda text: len(text) <= 64),
         )
         self._roster.heard_from(caller)
         self._holds.pop(caller, None)
@@ -87,9 +99,10 @@ class Coordinator:
             redirect = await self._redirect(caller)
             if redirect is not None:
                 return redirect
-            known = await self._learn_outcome(key)
-            if known is not None:
-                return known.for_member(caller)
+            if field(message, "gave_up", bool):
+                known = await self._learn_outcome(key, caller)
+                if known is not None:
+                    return known
         # The first member to come sets how long the round may take.
         session = self._session(key, operation, field(message, "timeout", float, lambda s: 0 < s <= MAX_TIMEOUT_S))
         if session.operation != operation:
@@ -124,22 +137,28 @@ class Coordinator:
                 return {"outcome": "redirect", "to": caller}
             self._roster.suspect(coordinator)
 
-    async def _learn_outcome(self, key: RoundKey) -> Decision | None:
-        """Ask others how a round ended before opening it: its coordinator may have died having told only some.
+    async def _learn_outcome(self, key: RoundKey, caller: str) -> Message | None:
+        """Ask the others about a round whose coordinator a member has given up, before opening it anew.
 
-        Only needed when this peer was in the round under somebody else.
+        That coordinator may have died having told only some how it ended; or it lives, and only the caller cannot
+        reach it: then the others are still with it, and the caller has missed the round. None: open it here.
         """
-        if key not in self._standing:
-            return None
-        deadline = time.monotonic() + self._settings.silence_s
-        others = [peer for peer in self._roster.active() if peer != self._roster.mine.peer_id]
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + 2 * self._settings.silence_s
+        me = self._roster.mine.peer_id
+        while key not in self._sessions:
+            others = [peer for peer in self._roster.active() if peer not in (me, caller)]
             answers = await asyncio.gather(*(self._ask_outcome(peer, key) for peer in others))
-            for answer in answers:
-                if answer is not None and answer.get("state") == "committed":
-                    return _read_decision(answer)
-            if not any(answer is not None and answer.get("state") == "pending" for answer in answers):
+            found = [answer for answer in answers if answer is not None]
+            for answer in found:
+                if answer.get("state") == "committed":
+                    return _read_decision(answer).for_member(caller)
+            own = self._standing.get(key, ("", ""))
+            elsewhere = [a for a in found if a.get("state") == "pending" and a.get("at") not in (me, caller)]
+            if not elsewhere and not (own[0] == "pending" and own[1] not in (me, caller)):
                 return None
+            if time.monotonic() > deadline:
+                reason = "the others meet at a coordinator that this peer cannot reach"
+                return {"outcome": "failed", "reason": reason, "missed": True}
             await asyncio.sleep(TICK_S / 2)
         return None
 
@@ -155,7 +174,8 @@ class Coordinator:
         decision = self._decisions.get(key)
         if decision is not None and decision.attempt:
             return {**decision.for_member(decision.members[0]), "state": "committed"}
-        return {"state": self._standing.get(key, "unknown")}
+        state, coordinator = self._standing.get(key, ("unknown", ""))
+        return {"state": state, "at": coordinator}
 
     async def _on_report(self, caller: str, message: Message) -> Message:
         key = parse_key(message)
@@ -164,6 +184,7 @@ class Coordinator:
             ok=field(message, "ok", bool),
             blame=field(message, "blame", str),
             reason=field(message, "reason", str)[:500],
+            is_link=field(message, "is_link", bool),
         )
         self._roster.heard_from(caller)
         if key in self._sessions:
@@ -171,7 +192,7 @@ class Coordinator:
         decided = self._decisions.get(key)
         if decided is not None:
             return decided.for_member(caller)
-        return {"outcome": "failed", "reason": "this peer does not coordinate that round", "missed": False}
+        return {"outcome": "failed", "reason": "this peer does not coordinate that round", "missed": True}
 
     async def _on_hold(self, caller: str, message: Message) -> Message:
         """Wait for a joiner: rounds that have not begun stay open until it has come, at most for a round's timeout."""

@@ -111,10 +111,10 @@ class DirectTransport:
             except TimeoutError:
                 await channel.close()
                 continue
-            old = self._channels.pop(endpoint.token, None)
+            old = self._channels.get(endpoint.token)
+            self._channels[endpoint.token] = channel
             if old is not None:
                 await old.close()
-            self._channels[endpoint.token] = channel
             return Endpoint((target,), endpoint.certificate, endpoint.token)
         return None
 

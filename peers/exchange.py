@@ -20,10 +20,11 @@ from swarmkit.peers.transport import Bulk, Traffic
 class Blame(Exception):
     """An attempt broke because of one member; `peer_id` is None when nobody in particular is to blame."""
 
-    def __init__(self, peer_id: str | None, reason: str) -> None:
+    def __init__(self, peer_id: str | None, reason: str, *, is_link: bool = True) -> None:
         super().__init__(reason)
         self.peer_id = peer_id
         self.reason = reason
+        self.is_link = is_link  # a stream broke; False: what came over it was wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ class Reduction:
         finally:
             for task in tasks:
                 task.cancel()
+            if any(data is None for data in self._reduced):
+                # Whoever still waits for our slice must not wait for ever.
+                await self._break(Blame(None, "the attempt is over"))
         return self._layout.unflatten(self._result, like=self._inputs)
 
     async def _with_owner(self, bulk: Bulk, owner: str) -> None:

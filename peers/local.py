@@ -162,6 +162,7 @@ def _settle(round: _Round) -> None:
         return
     for arrival, result, sent, received in results:
         stats: dict[str, Any] = {
+            "id": str(round.key),
             "members": tuple(round.arrivals),
             "weights": tuple(a.weight for a in arrivals),
             "bytes_sent": sent,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import threading
 import time
@@ -24,6 +25,7 @@ from swarmkit.peers.state import Progress, Provider, Snapshot, StateServer, fetc
 from swarmkit.peers.transport import Bulk
 from swarmkit.peers.wire import Message, field
 
+logger = logging.getLogger(__name__)
 CONFIG_LIFETIME_S = 3600.0
 MAX_CONFIG_BYTES = 256 << 10
 _BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - {"peer_id", "joined_at", "updated_at"}
@@ -97,6 +99,13 @@ class Node:
         await self._bulk.serve()
         self.addresses = _routable_first([str(address) for address in await self._p2p.get_visible_maddrs(latest=True)])
         await self._roster.refresh()
+        newest = max(
+            (record.joined_at for record in self._roster.table() if record.peer_id != self.peer_id), default=0.0
+        )
+        # Whoever comes later comes later in the order too, even with a clock that is behind.
+        self._roster.mine = replace(self._roster.mine, joined_at=max(get_dht_time(), newest + 1e-3))
+        if self._role != "observer":
+            await self._roster.beat()
         self._tasks = [asyncio.ensure_future(self._roster.run())]
         if self._role == "replica":
             await announce_run(self._dht, self.run)
@@ -106,9 +115,12 @@ class Node:
         """Renew what expires on the DHT: the run's announcement and its configuration."""
         while True:
             await asyncio.sleep(LIFETIME_S / 3)
-            await announce_run(self._dht, self.run)
-            if self._config is not None:
-                await self._store_config()
+            try:
+                await announce_run(self._dht, self.run)
+                if self._config is not None:
+                    await self._store_config()
+            except Exception:
+                logger.warning("the run's records could not be renewed", exc_info=True)
 
     # -- the peer table ------------------------------------------------------------------------------------------------
 
@@ -124,7 +136,12 @@ class Node:
 
     def announce(self, state: str) -> None:
         """Change this peer's state and tell the others at once."""
-        self._thread.run(self._roster.announce(state), timeout=10)
+        self._thread.run(self._announce(state), timeout=10)
+
+    async def _announce(self, state: str) -> None:
+        await self._roster.announce(state)
+        if not self._roster.mine.may_coordinate:
+            self._coordinator.hand_over()
 
     def table(self) -> list[PeerRecord]:
         """Every known peer in join order, this one included."""

@@ -1,6 +1,7 @@
 """Who is in the run: heartbeats on the DHT, the peer table, and who is suspected to be gone."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,6 +14,7 @@ from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.wire import Message, decode, encode, field
 
+logger = logging.getLogger(__name__)
 EXPIRE_BEATS = 5  # a record lives for this many heartbeats
 MAX_RECORD_BYTES = 4096
 LEAVING_STATES = frozenset({"draining", "done", "gone"})
@@ -81,8 +83,9 @@ class Roster:
         self._key = f"{run}.peers"
         self._settings = settings
         self._table: dict[str, PeerRecord] = {}
-        self._suspects: dict[str, float] = {}  # peer id -> DHT time of the suspicion
-        self._left: dict[str, float] = {}
+        self._arrived: dict[str, float] = {}  # peer id -> monotonic time at which its newest record came
+        self._suspects: dict[str, float] = {}  # peer id -> monotonic time of the suspicion
+        self._pings: dict[str, asyncio.Task[bool]] = {}  # one under way for each peer
         self._heard: dict[str, float] = {}  # peer id -> monotonic time of its last sign of life
         self._unanswered: dict[str, float] = {}  # peer id -> monotonic time of the first ping since then
         self._refusals: dict[str, int] = {}  # calls in a row that failed at once
@@ -93,17 +96,20 @@ class Roster:
     # -- heartbeats ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Beat and refresh for ever."""
+        """Beat and refresh for ever; a beat that fails is said and the next one tried, or this peer would vanish."""
         while True:
-            if self.mine.role != "observer":
-                await self.beat()
-            await self.refresh()
+            try:
+                if self.mine.role != "observer":
+                    await self.beat()
+                await self.refresh()
+            except Exception:
+                logger.warning("a heartbeat failed", exc_info=True)
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def beat(self) -> None:
         """Store this peer's record on the DHT."""
         self.mine = replace(self.mine, updated_at=get_dht_time())
-        lifetime = EXPIRE_BEATS * self._settings.heartbeat_s
+        lifetime = self._lifetime
         await self._dht.store(self._key, encode(asdict(self.mine)), get_dht_time() + lifetime, subkey=self.mine.peer_id)
 
     async def refresh(self) -> None:
@@ -125,13 +131,22 @@ class Roster:
         known = self._table.get(peer_id)
         if known is None or record.updated_at > known.updated_at:
             self._table[peer_id] = record
+            self._arrived[peer_id] = time.monotonic()
             if known is None or known.state != record.state:
                 self.changed.set()
 
+    @property
+    def _lifetime(self) -> float:
+        """Seconds that a record is good for: longer than it takes to tell that its peer is silent."""
+        return max(EXPIRE_BEATS * self._settings.heartbeat_s, 2 * self._settings.silence_s)
+
     def _forget_expired(self) -> None:
-        limit = get_dht_time() - EXPIRE_BEATS * self._settings.heartbeat_s
-        for peer_id in [p for p, record in self._table.items() if record.updated_at < limit]:
-            del self._table[peer_id]
+        """Drop who has not beaten for a lifetime, by this peer's own clock: clocks of peers may disagree."""
+        limit = time.monotonic() - self._lifetime
+        for peer_id in [peer for peer, arrived in self._arrived.items() if arrived < limit]:
+            self._table.pop(peer_id, None)
+            for known in (self._arrived, self._suspects, self._heard, self._unanswered, self._refusals):
+                known.pop(peer_id, None)
             self.changed.set()
 
     async def announce(self, state: str) -> None:
@@ -188,7 +203,7 @@ class Roster:
     def suspect(self, peer_id: str) -> None:
         """Take a peer for dead until it beats again."""
         if peer_id != self.mine.peer_id:
-            self._suspects[peer_id] = get_dht_time()
+            self._suspects[peer_id] = time.monotonic()
             self.changed.set()
 
     def is_suspect(self, peer_id: str) -> bool:
@@ -196,8 +211,7 @@ class Roster:
         since = self._suspects.get(peer_id)
         if since is None:
             return False
-        record = self._table.get(peer_id)
-        if record is not None and record.updated_at > since:
+        if self._arrived.get(peer_id, -inf) > since:
             del self._suspects[peer_id]
             return False
         return True
@@ -207,13 +221,21 @@ class Roster:
 
         Whatever else is heard from it meanwhile counts for an answer: on a full link pings queue behind the data.
         """
-        started = time.monotonic()
         if peer_id == self.mine.peer_id:
             return True
+        if peer_id not in self._pings:
+            self._pings[peer_id] = asyncio.ensure_future(self._ping(peer_id))
+            self._pings[peer_id].add_done_callback(lambda _: self._pings.pop(peer_id, None))
+        return await asyncio.shield(self._pings[peer_id])
+
+    async def _ping(self, peer_id: str) -> bool:
+        started = time.monotonic()
         asked_since = self._unanswered.setdefault(peer_id, started)
         try:
             await self._rpc.call(peer_id, "ping", {}, timeout=self._settings.silence_s / 2)
-        except (PeerUnreachable, ProtocolError):
+        except ProtocolError:
+            pass  # an answer, even if not one that we like
+        except PeerUnreachable:
             now = time.monotonic()
             if now - started < self._settings.silence_s / 4:
                 self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1

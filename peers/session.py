@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.wire import Message
 
+logger = logging.getLogger(__name__)
 # The share of round_timeout_s that a round waits for slow members; the rest is for the exchange.
 PATIENCE = 0.8
 TICK_S = 0.5
@@ -29,6 +31,7 @@ class Arrival:
     schema: Schema
     order: tuple[float, str]
     answer: asyncio.Future[Message]
+    lineage: str = ""  # what its contribution starts from; empty: fits all
 
 
 @dataclass(slots=True)
@@ -36,8 +39,9 @@ class Report:
     """How an attempt went for one member."""
 
     ok: bool
-    blame: str
+    blame: str  # the member that this one takes for the cause; empty: nobody in particular
     reason: str
+    is_link: bool = True  # a stream broke, which says as much of the reporter as of the blamed; else bad data came
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,12 @@ class Session:
         self._attempt = ""
         self._members: tuple[str, ...] = ()
         self._changed = asyncio.Event()
+        self._broken_links: dict[str, set[str]] = {}  # member -> members at the other end of streams that broke
+
+    @property
+    def has_begun(self) -> bool:
+        """True once members were told to exchange."""
+        return bool(self._attempt)
 
     # -- what members call ---------------------------------------------------------------------------------------------
 
@@ -96,6 +106,9 @@ class Session:
         if self._attempt:
             # A member that lost its call to us: what it had received is lost too, so the attempt is.
             self._reports[peer_id] = Report(False, "", f"{peer_id[-8:]} came back in the middle of the attempt")
+        if peer_id in self._arrivals:
+            # An earlier call of the same member, whose link broke under it.
+            self._answer(peer_id, {"outcome": "failed", "reason": "this peer came once more", "missed": True})
         self._arrivals[peer_id] = arrival
         self.gone.discard(peer_id)
         self._changed.set()
@@ -129,6 +142,11 @@ class Session:
         self.expected.discard(peer_id)
         self._changed.set()
 
+    def hand_over(self, to: str) -> None:
+        """Send those who wait to another coordinator: this one leaves."""
+        for peer_id in self._arrivals:
+            self._answer(peer_id, {"outcome": "redirect", "to": to})
+
     # -- what the coordinator does -------------------------------------------------------------------------------------
 
     async def run(self) -> Decision:
@@ -139,6 +157,9 @@ class Session:
         except asyncio.CancelledError:
             self.decision = Decision("", (), (), "the coordinator left")
             raise
+        except Exception as error:  # the members wait for an answer, whatever went wrong here
+            logger.exception("round %s: the coordinator failed", self.key)
+            self.decision = Decision("", (), (), f"the coordinator failed: {error!r}")
         finally:
             for peer_id, arrival in self._arrivals.items():
                 if not arrival.answer.done() and self.decision is not None:
@@ -174,9 +195,10 @@ class Session:
 
     async def _attempts(self) -> Decision:
         excluded: dict[str, str] = {}
-        strikes: Counter[str] = Counter()
+        self._refuse_diverged(excluded)
+        refused = set(excluded)
         reason = "no member is left"
-        for _ in range(MAX_ATTEMPTS):
+        for number in range(MAX_ATTEMPTS):
             self._refuse_mismatched(excluded)
             members = sorted(
                 (peer for peer in self._arrivals if peer not in self.gone and peer not in excluded),
@@ -184,23 +206,63 @@ class Session:
             )
             if not members:
                 return Decision("", (), (), reason)
+            if 2 * len(members) < len(set(self._arrivals) - self.gone - refused):
+                return Decision("", (), (), f"more than half of the living members cannot take part: {reason}")
+            if self._left() <= 0:
+                return Decision("", (), (), f"no result within {self._timeout} s: {reason}")
             if sum(self._arrivals[peer].weight for peer in members) <= 0:
                 return Decision("", (), (), "every weight is 0: nobody contributed")
             self._begin(members)
-            broken = await self._await_reports()
-            if broken is None:
+            trouble = await self._await_reports()
+            if trouble is None:
                 weights = tuple(self._arrivals[peer].weight for peer in members)
                 return Decision(self._attempt, tuple(members), weights)
+            reporter, broken = trouble
             reason = broken.reason
             if self._left() <= 0:
                 return Decision("", (), (), f"no result within {self._timeout} s: {reason}")
             await self._abort(members)
-            strikes[broken.blame] += 1
-            if not await self._drop_dead(set(members)) and broken.blame in members and strikes[broken.blame] > 1:
-                # Alive, but what it sends, or its link, breaks the round again and again.
-                excluded[broken.blame] = broken.reason
-                self._answer(broken.blame, {"outcome": "failed", "reason": broken.reason, "missed": True})
+            if not await self._drop_dead(set(members)):
+                culprit = self._find_culprit(reporter, broken, may_exclude=number > 0)
+                if culprit in members:
+                    excluded[culprit] = broken.reason
+                    self._answer(culprit, {"outcome": "failed", "reason": broken.reason, "missed": True})
         return Decision("", (), (), f"{MAX_ATTEMPTS} attempts broke; the last: {reason}")
+
+    def _find_culprit(self, reporter: str, broken: Report, *, may_exclude: bool) -> str:
+        """Who has to leave so that the others can finish, all being alive; empty: nobody, try once more.
+
+        Bad data speak against who sent them. A broken stream has two ends: once it has happened again, the member at
+        most of the broken ones goes, and the reporter when that is no one in particular: a peer whose own uplink
+        fails must not talk the others out of the round one by one.
+        """
+        if not broken.blame:
+            return ""
+        if not broken.is_link:
+            return broken.blame
+        self._broken_links.setdefault(reporter, set()).add(broken.blame)
+        self._broken_links.setdefault(broken.blame, set()).add(reporter)
+        if not may_exclude:
+            return ""
+        most = max(len(others) for others in self._broken_links.values())
+        worst = [member for member, others in self._broken_links.items() if len(others) == most]
+        return reporter if reporter in worst else worst[0]
+
+    def _refuse_diverged(self, excluded: dict[str, str]) -> None:
+        """Members must start from the same anchor; who does not misses the round and fetches the state.
+
+        The majority's lineage counts, and on a tie that of the member that joined first. This is what turns every
+        divergence, however it came about, into a state transfer.
+        """
+        known = sorted((a.order, peer) for peer, a in self._arrivals.items() if a.lineage)
+        if not known:
+            return
+        counts = Counter(self._arrivals[peer].lineage for _, peer in known)
+        major = max(counts, key=lambda lineage: counts[lineage])  # the first inserted of the most common
+        for _, peer in known:
+            if self._arrivals[peer].lineage != major:
+                excluded[peer] = "this peer does not start from what the others start from"
+                self._answer(peer, {"outcome": "failed", "reason": excluded[peer], "missed": True})
 
     def _refuse_mismatched(self, excluded: dict[str, str]) -> None:
         """Members must bring equal schemas to a reduction; the majority's counts, and a tie fails the round for all."""
@@ -241,11 +303,11 @@ class Session:
             "schemas": [] if self.operation == "reduce" else schemas,
         }
 
-    async def _await_reports(self) -> Report | None:
+    async def _await_reports(self) -> tuple[str, Report] | None:
         """Wait until all members report success (None) or one reports trouble, dies, or the time is up."""
         last_ping = time.monotonic()
         while True:
-            bad = next((report for report in self._reports.values() if not report.ok), None)
+            bad = next(((peer, report) for peer, report in self._reports.items() if not report.ok), None)
             if bad is not None:
                 return bad
             missing = set(self._members) - set(self._reports)
@@ -253,13 +315,14 @@ class Session:
                 return None
             if self._left() <= 0:
                 names = ", ".join(peer[-8:] for peer in sorted(missing))
-                return Report(False, "", f"no report from {names}")
+                return "", Report(False, "", f"no report from {names}")
             await self._wait_change(min(TICK_S, self._left()))
             if time.monotonic() - last_ping > TICK_S:
                 last_ping = time.monotonic()
                 dead = await self._drop_dead(set(self._members) - set(self._reports))
                 if dead:
-                    return Report(False, "", f"{', '.join(peer[-8:] for peer in sorted(dead))} died in the round")
+                    names = ", ".join(peer[-8:] for peer in sorted(dead))
+                    return "", Report(False, "", f"{names} died in the round")
 
     async def _abort(self, members: list[str]) -> None:
         """Have members that still exchange stop and report, so that all can begin anew."""

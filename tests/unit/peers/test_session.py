@@ -57,8 +57,8 @@ class Round:
         self.session = Session(key, operation, timeout, self.roster, self.rpc, NetworkSettings())  # type: ignore[arg-type]
         self.decision = asyncio.ensure_future(self.session.run())
 
-    def meet(self, peer: str, weight: float = 1.0, schema: Schema = ONE) -> "asyncio.Task[Message]":
-        arrival = Arrival(weight, schema, (0.0, peer), asyncio.get_running_loop().create_future())
+    def meet(self, peer: str, weight: float = 1.0, schema: Schema = ONE, lineage: str = "") -> "asyncio.Task[Message]":
+        arrival = Arrival(weight, schema, (0.0, peer), asyncio.get_running_loop().create_future(), lineage)
         return asyncio.ensure_future(self.session.meet(peer, arrival))
 
     def report(self, peer: str, begin: Message, report: Report = OK) -> "asyncio.Task[Message]":
@@ -145,18 +145,75 @@ def test_a_member_that_still_exchanges_is_told_to_abort_and_joins_the_next_attem
     in_loop(scenario)
 
 
-def test_a_member_that_breaks_the_round_twice_is_excluded_and_told_why() -> None:
+def test_a_member_that_sends_bad_data_is_excluded_and_told_why() -> None:
     async def scenario() -> None:
         round = Round(["a", "b", "c"])
         meets = {peer: round.meet(peer) for peer in ("a", "b", "c")}
         begins = {peer: await task for peer, task in meets.items()}
-        for _ in range(2):
-            reports = {peer: round.report(peer, begins[peer], Report(False, "c", "c sent NaN")) for peer in "abc"}
-            begins = {peer: await task for peer, task in reports.items()}
+        bad = Report(False, "c", "c sent NaN", is_link=False)
+        reports = {peer: round.report(peer, begins[peer], bad) for peer in "abc"}
+        begins = {peer: await task for peer, task in reports.items()}
         assert begins["a"]["members"] == ["a", "b"]
         assert begins["c"]["outcome"] == "failed"
         assert "c sent NaN" in str(begins["c"]["reason"])
         await finish({peer: begins[peer] for peer in "ab"}, round)
+
+    in_loop(scenario)
+
+
+@pytest.mark.parametrize("blamed", [("a", "b"), ("a", "a")])
+def test_a_peer_whose_own_uplink_fails_cannot_talk_the_others_out_of_the_round(blamed: tuple[str, str]) -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer) for peer in ("a", "b", "c")}
+        begins = {peer: await task for peer, task in meets.items()}
+        for victim in blamed:
+            complaint = Report(False, victim, "stream broke")
+            aborted = Report(False, "", "aborted")
+            reports = {"c": round.report("c", begins["c"], complaint)}
+            await asyncio.sleep(0.05)
+            reports |= {peer: round.report(peer, begins[peer], aborted) for peer in "ab"}
+            begins = {peer: await task for peer, task in reports.items()}
+        assert begins["a"]["members"] == ["a", "b"]
+        assert (begins["c"]["outcome"], begins["c"]["missed"]) == ("failed", True)
+        await finish({peer: begins[peer] for peer in "ab"}, round)
+
+    in_loop(scenario)
+
+
+def test_a_member_that_comes_from_another_round_than_the_majority_has_to_fetch_the_state() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c", "new"])
+        pasts = {"a": "other", "b": "same", "c": "same", "new": ""}
+        meets = {peer: round.meet(peer, lineage=past) for peer, past in pasts.items()}
+        begins = {peer: await task for peer, task in meets.items()}
+        assert (begins["a"]["outcome"], begins["a"]["missed"]) == ("failed", True)
+        assert begins["b"]["members"] == ["b", "c", "new"]
+        await finish({peer: begins[peer] for peer in ("b", "c", "new")}, round)
+
+    in_loop(scenario)
+
+
+def test_of_two_members_with_different_pasts_the_one_that_joined_first_goes_on() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"])
+        meets = {"b": round.meet("b", lineage="y"), "a": round.meet("a", lineage="x")}
+        begins = {peer: await task for peer, task in meets.items()}
+        assert begins["a"]["members"] == ["a"]
+        assert begins["b"]["missed"] is True
+        await finish({"a": begins["a"]}, round)
+
+    in_loop(scenario)
+
+
+def test_a_coordinator_that_leaves_sends_those_who_wait_to_the_next() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"])
+        waiting = round.meet("b")
+        await asyncio.sleep(0)
+        round.session.hand_over("b")
+        assert await waiting == {"outcome": "redirect", "to": "b"}
+        round.decision.cancel()
 
     in_loop(scenario)
 

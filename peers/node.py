@@ -1,12 +1,13 @@
 """Node: one peer's place in a run, from finding the others to leaving them."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -106,10 +107,19 @@ class Node:
         self._roster.mine = replace(self._roster.mine, joined_at=max(get_dht_time(), newest + 1e-3))
         if self._role != "observer":
             await self._roster.beat()
-        self._tasks = [asyncio.ensure_future(self._roster.run())]
+        self._tasks = [asyncio.ensure_future(self._roster.run()), asyncio.ensure_future(self._watch_p2pd())]
         if self._role == "replica":
             await announce_run(self._dht, self.run)
             self._tasks.append(asyncio.ensure_future(self._keep_records()))
+
+    async def _watch_p2pd(self) -> None:
+        """End rounds when p2pd dies: without it this peer would take all others for dead and go on alone."""
+        child = self._p2p._child
+        if child is not None:
+            await child.wait()
+            logger.error("p2pd ended with code %s: this peer is cut off", child.returncode)
+            for collective in self._collectives:
+                collective.close("p2pd died, so this peer cannot reach anybody; restart it")
 
     async def _keep_records(self) -> None:
         """Renew what expires on the DHT: the run's announcement and its configuration."""
@@ -292,14 +302,22 @@ class Node:
         if hasattr(self, "_tasks"):
             for task in self._tasks:
                 task.cancel()
-            await asyncio.wait([asyncio.ensure_future(self._roster.announce(state))], timeout=5)
+            child = self._p2p._child
+            if child is None or child.returncode is None:
+                await _at_most(self._roster.announce(state), seconds=5)
             await self._coordinator.close()
         if hasattr(self, "_bulk"):
             await self._bulk.close()
         if hasattr(self, "_dht"):
-            await self._dht.shutdown()
+            await _at_most(self._dht.shutdown(), seconds=3)
         if hasattr(self, "_p2p"):
             await stop_p2p(self._p2p)
+
+
+async def _at_most(work: Coroutine[None, None, None], *, seconds: float) -> None:
+    """Do something that is good to have done before leaving, unless it takes too long."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(work, seconds)
 
 
 def _routable_first(addresses: list[str]) -> list[str]:

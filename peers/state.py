@@ -4,9 +4,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 import safetensors
 import safetensors.torch
@@ -23,14 +21,8 @@ Snapshot = tuple[dict[str, Tensor], dict[str, object]]
 Provider = Callable[[], Snapshot]
 Progress = Callable[[int, int], None]
 SNAPSHOT_TTL_S = 300.0
+MAX_FROZEN = 4  # snapshots that are being downloaded at the same time
 DESCRIBE_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Frozen:
-    data: bytes
-    digest: str
-    until: float
 
 
 def digest_of(data: bytes | bytearray) -> str:
@@ -44,7 +36,7 @@ class StateServer:
     def __init__(self, rpc: Rpc, bulk: Bulk, settings: NetworkSettings) -> None:
         self._provider: Provider | None = None
         self._settings = settings
-        self._frozen: dict[str, _Frozen] = {}
+        self._frozen: dict[str, bytes] = {}  # ticket -> serialised snapshot
         rpc.handle("state", self._on_state)
         bulk.handle("state", self._serve)
 
@@ -58,19 +50,21 @@ class StateServer:
         tensors, meta = await asyncio.to_thread(self._provider)
         data = await asyncio.to_thread(safetensors.torch.save, tensors)
         digest = await asyncio.to_thread(digest_of, data)
-        now = time.monotonic()
-        self._frozen = {key: frozen for key, frozen in self._frozen.items() if frozen.until > now}
         ticket = secrets.token_hex(8)
-        self._frozen[ticket] = _Frozen(data, digest, now + SNAPSHOT_TTL_S)
+        while len(self._frozen) >= MAX_FROZEN:
+            # A joiner that asks again and again must not fill this peer's memory.
+            self._frozen.pop(next(iter(self._frozen)))
+        self._frozen[ticket] = data
+        asyncio.get_running_loop().call_later(SNAPSHOT_TTL_S, self._frozen.pop, ticket, None)
         return {"ticket": ticket, "size": len(data), "digest": digest, "meta": json.dumps(meta)}
 
     async def _serve(self, sender: str, header: Message, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        frozen = self._frozen.get(field(header, "ticket", str))
-        if frozen is None:
+        data = self._frozen.get(field(header, "ticket", str))
+        if data is None:
             raise ProtocolError("unknown or expired ticket")
         step = self._settings.chunk_bytes
-        for start in range(field(header, "offset", int, lambda offset: offset >= 0), len(frozen.data), step):
-            yield frozen.data[start : start + step]
+        for start in range(field(header, "offset", int, lambda offset: offset >= 0), len(data), step):
+            yield data[start : start + step]
 
 
 async def fetch_state(

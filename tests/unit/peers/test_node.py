@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from swarmkit.optim.collective import RoundKey
+from swarmkit.optim.errors import RoundFailed
 from swarmkit.peers import directory
 from swarmkit.peers.errors import JoinFailed
 from swarmkit.peers.hygiene import make_socket_folder
@@ -189,3 +190,18 @@ def test_a_run_that_speaks_another_protocol_is_refused_with_both_numbers(
     monkeypatch.setattr(directory, "PROTOCOL", directory.PROTOCOL + 1)
     with pytest.raises(JoinFailed, match="protocol 1, this peer 2: upgrade swarmkit on the run"):
         Node.start(initial_peers=pair[0].addresses)
+
+
+def test_a_node_whose_p2pd_died_fails_its_rounds_instead_of_going_on_alone() -> None:
+    node = Node.start("cut", settings=NetworkSettings(**QUICK))  # type: ignore[arg-type]
+    try:
+        collective = node.collective()
+        assert collective.all_reduce([torch.ones(3)], round=RoundKey("x", 0), weight=1.0).result(15).members
+        child = node._p2p._child
+        assert child is not None
+        child.kill()
+        node._thread.run(child.wait(), timeout=10)
+        with pytest.raises(RoundFailed, match="p2pd died"):
+            collective.all_reduce([torch.ones(3)], round=RoundKey("x", 1), weight=1.0).result(15)
+    finally:
+        node.close()

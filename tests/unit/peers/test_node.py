@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,6 @@ import pytest
 import torch
 
 from swarmkit.optim.collective import RoundKey
-from swarmkit.optim.errors import RoundFailed
 from swarmkit.peers import directory
 from swarmkit.peers.errors import JoinFailed
 from swarmkit.peers.hygiene import make_socket_folder
@@ -192,16 +193,25 @@ def test_a_run_that_speaks_another_protocol_is_refused_with_both_numbers(
         Node.start(initial_peers=pair[0].addresses)
 
 
+CUT_OFF = """
+import torch
+from swarmkit.optim.collective import RoundKey
+from swarmkit.peers.node import Node
+node = Node.start("cut")
+collective = node.collective()
+assert collective.all_reduce([torch.ones(3)], round=RoundKey("x", 0), weight=1.0).result(15).members
+node._p2p._child.kill()
+node._thread.run(node._p2p._child.wait(), timeout=10)
+try:
+    collective.all_reduce([torch.ones(3)], round=RoundKey("x", 1), weight=1.0).result(15)
+except RoundFailed as error:
+    print(error)
+node.close()
+"""
+
+
 def test_a_node_whose_p2pd_died_fails_its_rounds_instead_of_going_on_alone() -> None:
-    node = Node.start("cut", settings=NetworkSettings(**QUICK))  # type: ignore[arg-type]
-    try:
-        collective = node.collective()
-        assert collective.all_reduce([torch.ones(3)], round=RoundKey("x", 0), weight=1.0).result(15).members
-        child = node._p2p._child
-        assert child is not None
-        child.kill()
-        node._thread.run(child.wait(), timeout=10)
-        with pytest.raises(RoundFailed, match="p2pd died"):
-            collective.all_reduce([torch.ones(3)], round=RoundKey("x", 1), weight=1.0).result(15)
-    finally:
-        node.close()
+    # In a process of its own: hivemind leaves calls behind that never end when p2pd is gone.
+    done = subprocess.run([sys.executable, "-c", CUT_OFF], capture_output=True, text=True, timeout=60)
+    assert "p2pd died" in done.stdout, done.stderr
+    assert done.returncode == 0

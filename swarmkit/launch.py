@@ -60,6 +60,7 @@ class LocalRun:
         self._waiting: list[Child] = []  # peers that need an address to begin with
         self._baseline: Member | None = None
         self._signals: list[int] = []
+        self._asked: list[Child] = []  # those that ran when the first signal came
         self._killed = False
         self._kill_after: float | None = None
         self._wake, self._wake_end = os.pipe()
@@ -89,7 +90,8 @@ class LocalRun:
             name = signal.Signals(self._signals[0]).name
             self._progress.say(f"{name}: asking the peers to leave; once more ends them at once")
             self._kill_after = time.monotonic() + max(1.0, self.config.launch.grace_s - KILL_S)
-            for child in self._children.running():
+            self._asked = self._children.running()
+            for child in self._asked:
                 self._children.signal(child, signal.SIGTERM)
         elif not self._killed and (len(self._signals) > 1 or time.monotonic() > self._kill_after):
             self._killed = True
@@ -245,7 +247,7 @@ class LocalRun:
         for path in sorted(self.folder.glob("peer-*/checkpoints/step-*"))[-1:]:
             self._progress.say(f"checkpoint  {path}")
         if self._signals:
-            orderly = all(member.child.code in (0, 130) for member in self._members.values())
+            orderly = all(child.code in (0, 130) for child in self._asked)
             return 130 if self._signals[0] == signal.SIGINT else 0 if orderly else 1
         return 0 if agreed else 1
 

@@ -27,6 +27,7 @@ SMALL = [
     "model.dim=32",
     "model.heads=2",
     "model.context=32",
+    "strategy=diloco",
     "strategy.sync.h=8",
     "strategy.outer_momentum=0.5",
     "optimizer.lr=0.005",

@@ -101,6 +101,10 @@ class SwarmCollective:
         self._rounds.add(task)
         try:
             return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise RoundFailed(self._closed) from None
+            raise
         finally:
             task.cancel()
             self._rounds.discard(task)
@@ -182,10 +186,6 @@ class _Member:
                 while field(answer, "outcome", str) == "begin":
                     answer = await self._attempt_once(answer)
                 return self._conclude(answer)
-        except asyncio.CancelledError:
-            if self._c._closed:
-                raise RoundFailed(self._c._closed) from None
-            raise
         except TimeoutError as error:
             raise RoundFailed(f"round {self._key}: nothing was decided in time", missed=True) from error
         except (ProtocolError, PeerUnreachable, ValueError, KeyError, OSError) as error:

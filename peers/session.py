@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 # The share of round_timeout_s that a round waits for slow members; the rest is for the exchange.
 PATIENCE = 0.8
 TICK_S = 0.5
+EMPTY_S = 5.0
 MAX_ATTEMPTS = 8
 
 
@@ -88,6 +89,7 @@ class Session:
         self._attempt = ""
         self._members: tuple[str, ...] = ()
         self._changed = asyncio.Event()
+        self._has_contributors = False
         self._broken_links: dict[str, set[str]] = {}  # member -> members at the other end of streams that broke
 
     @property
@@ -109,6 +111,10 @@ class Session:
         if peer_id in self._arrivals:
             # An earlier call of the same member, whose link broke under it.
             self._answer(peer_id, {"outcome": "failed", "reason": "this peer came once more", "missed": True})
+        if arrival.weight > 0 and not self._has_contributors:
+            # A joiner that only looks on may come long before the others: the round's time starts with them.
+            self._has_contributors = True
+            self._opened = time.monotonic()
         self._arrivals[peer_id] = arrival
         self.gone.discard(peer_id)
         self._changed.set()
@@ -173,9 +179,13 @@ class Session:
         return self._opened + self._timeout - time.monotonic()
 
     async def _gather_members(self) -> None:
-        last_call = self._opened + PATIENCE * self._timeout
-        while self._absent() and time.monotonic() < last_call:
-            await self._wait_change(min(TICK_S, last_call - time.monotonic()))
+        while self._absent():
+            left = self._opened + PATIENCE * self._timeout - time.monotonic()
+            if not self._arrivals and time.monotonic() - self._opened > EMPTY_S:
+                raise asyncio.CancelledError  # all have withdrawn: it is as if nobody had come
+            if self._has_contributors and left <= 0:
+                return
+            await self._wait_change(min(TICK_S, max(0.05, left)))
             await self._drop_dead(self._absent())
 
     async def _wait_change(self, timeout: float) -> None:

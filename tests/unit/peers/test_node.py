@@ -196,6 +196,7 @@ def test_a_run_that_speaks_another_protocol_is_refused_with_both_numbers(
 CUT_OFF = """
 import torch
 from swarmkit.optim.collective import RoundKey
+from swarmkit.optim.errors import RoundFailed
 from swarmkit.peers.node import Node
 node = Node.start("cut")
 collective = node.collective()

@@ -206,6 +206,20 @@ def test_of_two_members_with_different_pasts_the_one_that_joined_first_goes_on()
     in_loop(scenario)
 
 
+def test_a_joiner_that_comes_early_does_not_start_the_clock_of_the_others() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"], timeout=1.0)
+        joiner = round.meet("joiner", 0.0)
+        await asyncio.sleep(1.2)
+        assert not joiner.done()
+        meets = {peer: round.meet(peer) for peer in ("a", "b")}
+        begins = {peer: await task for peer, task in meets.items()} | {"joiner": await joiner}
+        assert set(begins["joiner"]["members"]) == {"a", "b", "joiner"}  # type: ignore[call-overload]
+        await finish(begins, round)
+
+    in_loop(scenario)
+
+
 def test_a_coordinator_that_leaves_sends_those_who_wait_to_the_next() -> None:
     async def scenario() -> None:
         round = Round(["a", "b"])

@@ -5,7 +5,6 @@ import os
 import selectors
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any, TextIO
 
 import psutil
 
-from swarmkit.config import Config, config_to_json, config_to_yaml
+from swarmkit.config import Config, config_to_json
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.processes import Child, Children
 from swarmkit.progress import Progress, Row
+from swarmkit.run_folder import make_run_folder
 from swarmkit.summary import Member, summarise
 
 PRELOAD = ["torch", "torch.optim.adamw", "torch._dynamo", "swarmkit.peers.node", "swarmkit.peer", "swarmkit.baseline"]
@@ -51,7 +51,7 @@ class LocalRun:
             from swarmkit.resume import plan_resume
 
             self._plan = plan_resume(Path(config.resume))
-        self.folder = _make_run_folder(config)
+        self.folder = make_run_folder(config)
         self._sockets = make_socket_folder()
         self._children = Children(PRELOAD, cleanup=[self._sockets], threads=config.threads)
         self._progress = Progress(config.steps, file=file)
@@ -270,19 +270,6 @@ class LocalRun:
         self._selector.close()
         os.close(self._wake)
         os.close(self._wake_end)
-
-
-def _make_run_folder(config: Config) -> Path:
-    parent = Path(config.out, config.name)
-    parent.mkdir(parents=True, exist_ok=True)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    try:
-        folder = parent / stamp
-        folder.mkdir()
-    except FileExistsError:
-        folder = Path(tempfile.mkdtemp(prefix=f"{stamp}-", dir=parent))
-    (folder / "config.yaml").write_text(config_to_yaml(config))
-    return folder
 
 
 def _describe(code: int) -> str:

@@ -1,7 +1,9 @@
 """One stream of events: JSON lines always, TensorBoard and Prometheus by configuration."""
 
+import contextlib
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +40,7 @@ class EventLog:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.peer = peer
+        self.dropped = 0  # events that the disk had no room for
         broken = _ends_within_a_line(path)
         self._file = path.open("a", encoding="utf-8")
         if broken:
@@ -53,15 +56,25 @@ class EventLog:
         with self._lock:
             if self._file.closed:
                 return
-            self._file.write(line + "\n")
-            self._file.flush()
+            self._write(line)
             for sink in self._sinks:
                 sink.write(event)
+
+    def _write(self, line: str) -> None:
+        """Append a line; a full disk costs events, never the training."""
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            if not self.dropped:
+                print(f"events cannot be written ({error.strerror}): {self._file.name}", file=sys.stderr)
+            self.dropped += 1
 
     def close(self) -> None:
         """Close the file and the sinks; later events are dropped."""
         with self._lock:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what is still buffered may not fit either
+                self._file.close()
             for sink in self._sinks:
                 sink.close()
             self._sinks.clear()

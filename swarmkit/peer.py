@@ -17,7 +17,7 @@ import torch
 from swarmkit import __version__, checkpoint
 from swarmkit.build import build_trainer, open_corpus, open_stream
 from swarmkit.compose import load_config
-from swarmkit.config import Config, config_from_json, config_to_json, config_to_yaml
+from swarmkit.config import Config, config_from_json, config_to_json
 from swarmkit.consent import split_paths, with_paths
 from swarmkit.errors import CheckpointError, ConfigError, DataError, JoinFailed, SwarmError, TrainingDiverged
 from swarmkit.metrics import Event, EventLog, PrometheusSink, Sink, TensorBoardSink
@@ -26,6 +26,7 @@ from swarmkit.network_config import host_port
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.node import Node
 from swarmkit.processes import Link
+from swarmkit.run_folder import make_run_folder
 from swarmkit.signals import Leaving
 from swarmkit.trainer import Outcome, Trainer
 
@@ -148,10 +149,7 @@ def _adapt(published: Config, own: Config) -> Config:
 
 
 def _run_folder(config: Config) -> Path:
-    folder = Path(config.out, config.name, time.strftime("%Y%m%d-%H%M%S"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config_to_yaml(config))
-    return folder / "peer-0"
+    return make_run_folder(config) / "peer-0"
 
 
 def _newest(path: Path) -> Path:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from swarmkit.compose import load_config
 from swarmkit.errors import ConfigError
 from swarmkit.metrics import EventLog, PrometheusSink, TensorBoardSink, read_events
+from swarmkit.run_folder import make_run_folder
 
 
 def scrape(port: int) -> str:
@@ -123,3 +125,17 @@ def test_prometheus_names_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"log.prometheus_port={port}: cannot listen"):
             PrometheusSink(port)
+
+
+def test_a_full_disk_costs_events_but_not_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(Path("/dev/full"))
+    for step in range(3):
+        log.emit("train", step=step)
+    assert log.dropped == 3
+    assert capsys.readouterr().err.count("events cannot be written") == 1
+    log.close()
+
+
+def test_two_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    config = load_config([f"out={tmp_path}"])
+    assert len({make_run_folder(config) for _ in range(5)}) == 5

@@ -25,7 +25,7 @@ class NetworkSettings:
     round_timeout_s: float = 30.0  # bounds a round from a member's call to its result
     heartbeat_s: float = 2.0  # between two heartbeats; a record expires after five
     silence_s: float = 5.0  # a member that answers no ping for this long is taken for dead
-    stall_s: float = 5.0  # a bulk stream without a message for this long is broken, unless its peer answers a ping
+    stall_s: float = 10.0  # a bulk stream without a message for this long is broken, unless its peer answers a ping
     startup_timeout_s: float = 30.0  # for p2pd to start and reach a bootstrap peer
     chunk_bytes: int = 1 << 19  # size of one message of a bulk stream
     max_state_bytes: int = 8 << 30  # the largest state that is accepted from a peer

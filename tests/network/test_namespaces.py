@@ -29,7 +29,8 @@ with socket.create_connection((sys.argv[1], 5000)) as connection:
     connection.sendall(bytes(int(sys.argv[2])))
 """
 HOLD = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
 from tests.network.namespaces import namespaces
 with namespaces(1, 100) as made:
     made.popen(0, ["sleep", "60"])

@@ -149,6 +149,7 @@ def test_without_a_group_and_without_torchrun_it_says_what_to_do(monkeypatch: py
 
 
 SCRIPT = """
+import sys
 import torch
 from swarmkit.optim.collective import RoundKey
 from swarmkit.peers.distributed import TorchCollective
@@ -157,7 +158,9 @@ collective = TorchCollective(timeout=20)
 rank = int(collective.peer_id.removeprefix("rank"))
 future = collective.all_reduce([torch.tensor([float(rank)])], round=RoundKey("x", 0), weight=1.0)
 result = future.result(30)
-print(collective.peer_id, result.tensors[0].item(), len(result.members), flush=True)
+# One write: two ranks share this pipe, and print would write word by word.
+sys.stdout.write(f"{collective.peer_id} {result.tensors[0].item()} {len(result.members)}" + chr(10))
+sys.stdout.flush()
 collective.close()
 assert not torch.distributed.is_initialized()
 """

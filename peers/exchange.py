@@ -91,6 +91,8 @@ class Reduction:
                     raise Blame(owner, f"{owner[-8:]} ended its stream early")
                 self.traffic.received += len(data)
                 from_bytes(data, self._result[dtype][start:stop])
+                if not is_finite(self._result[dtype][start:stop]):
+                    raise Blame(owner, f"{owner[-8:]} sent a mean that is not finite", is_link=False)
         except (PeerUnreachable, ProtocolError) as error:
             raise Blame(owner, str(error)) from error
         finally:

@@ -51,7 +51,8 @@ class Schema:
                 raise ProtocolError("schema entries must be [dtype, shape]")
             dtype, shape = entry
             if (
-                dtype not in DTYPES
+                not isinstance(dtype, str)
+                or dtype not in DTYPES
                 or len(shape) > MAX_DIMS
                 or not all(type(size) is int and size >= 0 for size in shape)
             ):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from typing import Any
 
-from swarmkit.peers.engine import DHTNode, get_dht_time
+from swarmkit.peers.engine import DHTNode, PeerID, get_dht_time
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
@@ -67,6 +67,10 @@ def read_record(peer_id: str, data: bytes) -> PeerRecord:
         if isinstance(value, str):
             # Names and texts of strangers end up on terminals.
             values[name] = "".join(c for c in value[:200] if c.isprintable())
+    try:
+        PeerID.from_base58(peer_id)
+    except ValueError as error:
+        raise ProtocolError(f"heartbeat of {peer_id[:60]!r}, which is no peer id") from error
     if values.get("peer_id") != peer_id:
         raise ProtocolError(f"heartbeat of {str(values.get('peer_id'))[:60]} stored under {peer_id[:60]}")
     return PeerRecord(**values)

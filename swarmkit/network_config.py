@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from swarmkit.peers.settings import NetworkSettings
 
 
+# As in swarmkit.peers.coordinator, which refuses longer rounds.
+MAX_ROUND_TIMEOUT_S = 24 * 3600.0
+
+
 @dataclass(kw_only=True, slots=True)
 class NetworkConfig:
     """How peers listen, find each other and wait."""
@@ -37,6 +41,10 @@ class NetworkConfig:
         at_least("network", self, 1, "min_peers")
         if not 0 <= self.bulk_port < 65536:
             raise ValueError(f"network.bulk_port={self.bulk_port}: not a port")
+        if self.round_timeout_s > MAX_ROUND_TIMEOUT_S:
+            raise ValueError(
+                f"network.round_timeout_s={self.round_timeout_s}: at most a day, {MAX_ROUND_TIMEOUT_S:.0f}"
+            )
         if self.silence_s >= self.round_timeout_s:
             raise ValueError(
                 f"network.silence_s={self.silence_s}: must be below network.round_timeout_s={self.round_timeout_s}, "

@@ -108,6 +108,22 @@ def test_a_member_with_another_past_is_not_averaged_with_the_others(trio: Trio) 
     assert all(len(outcome(future)) == 3 for future in again)  # type: ignore[arg-type]
 
 
+def test_a_member_that_hands_out_a_mean_that_is_not_finite_is_the_one_that_goes(
+    trio: Trio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = trio.collectives[2]._serve
+
+    async def poison(sender: str, header: Message, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for chunk in serve(sender, header, incoming):
+            yield b"\xff" * len(chunk)
+
+    trio.nodes[2]._bulk.handle("reduce", poison)
+    futures = [trio.offer(rank, 0) for rank in range(3)]
+    a, b, c = (outcome(future) for future in futures)
+    assert a == b == (trio.nodes[0].peer_id, trio.nodes[1].peer_id)
+    assert isinstance(c, RoundFailed)
+
+
 def test_one_heartbeat_that_fails_does_not_make_a_peer_vanish(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     roster = trio.nodes[0]._roster
     refresh, failed = roster.refresh, asyncio.Event()

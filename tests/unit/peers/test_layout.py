@@ -63,7 +63,16 @@ def test_schemas_survive_the_wire(entries: list[tuple[str, list[int]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [["float32", [-1]], ["object", [1]], ["float32", 3], ["float32", [1.5]], ["float32", [1] * 17], "float32"]
+    "entry",
+    [
+        ["float32", [-1]],
+        ["object", [1]],
+        ["float32", 3],
+        ["float32", [1.5]],
+        ["float32", [1] * 17],
+        "float32",
+        [[[]], [1]],
+    ],
 )
 def test_a_schema_that_is_no_tensor_is_refused(entry: object) -> None:
     with pytest.raises(ProtocolError):

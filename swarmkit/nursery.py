@@ -138,7 +138,8 @@ def _become_child(link: socket.socket, fds: Sequence[int], message: dict[str, ob
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        # SIGPIPE stays ignored, as Python has it: a socket whose other end died is an error, not the end of the peer.
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)

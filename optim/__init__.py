@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from swarmkit.optim.allreduce import AllReduce
+    from swarmkit.optim.averaging import Averaging, Pending, PlainAveraging
     from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
     from swarmkit.optim.diloco import DiLoCo
     from swarmkit.optim.errors import RoundFailed, SwarmError
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllReduce",
+    "Averaging",
     "Collective",
     "DiLoCo",
     "Every",
     "Gathered",
     "LocalSGD",
+    "Pending",
+    "PlainAveraging",
     "QuadraticSync",
     "Reduced",
     "RoundFailed",
@@ -34,6 +38,7 @@ __all__ = [
 # Imported on first use: the command line reads error classes and settings, and torch takes seconds.
 _MODULES = {
     "allreduce": ["AllReduce"],
+    "averaging": ["Averaging", "Pending", "PlainAveraging"],
     "collective": ["Collective", "Gathered", "Reduced", "RoundKey"],
     "diloco": ["DiLoCo"],
     "errors": ["RoundFailed", "SwarmError"],

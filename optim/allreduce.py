@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.norms import total_norm
-from swarmkit.optim.synced import Closure, SyncedOptimizer
+from swarmkit.optim.synced import Closure, Offer, SyncedOptimizer
 
 
 class AllReduce(SyncedOptimizer):
@@ -16,17 +16,22 @@ class AllReduce(SyncedOptimizer):
 
     Each contribution is weighted by the samples it was computed from (`samples`). Gradients of a failed round are kept
     and averaged into the next one by weight. A parameter without a gradient on one peer counts as zero there; one
-    without a gradient anywhere is left alone, as its optimizer would.
+    without a gradient anywhere is left alone, as its optimizer would. Clip with `clip` rather than before the step:
+    clipping each replica's gradient is not what one process does on the whole batch.
     """
 
     round_name = "gradients"
 
-    def __init__(self, inner: torch.optim.Optimizer, **options: Any) -> None:  # noqa: ANN401 - see SyncedOptimizer
+    def __init__(self, inner: torch.optim.Optimizer, *, clip: float | None = None, **options: Any) -> None:  # noqa: ANN401
+        """Wrap `inner`; `clip` is the largest global L2 norm of the mean gradient, the rest see SyncedOptimizer."""
         if options.get("sync") is not None:
             raise ValueError("sync: AllReduce synchronises in every step; LocalSGD and DiLoCo have windows")
-        super().__init__(inner, **options)
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip={clip}: must be positive, or None")
+        self._clip = clip
         self._kept: list[Tensor] = []
         self._kept_weight = 0.0
+        super().__init__(inner, **options)
 
     def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401
         """Average the gradients and take one inner step with the mean."""
@@ -47,52 +52,49 @@ class AllReduce(SyncedOptimizer):
 
     def _contribution(self, observe: bool) -> list[Tensor]:
         parameters = self._anchor.parameters
-        present = [float(p.grad is not None and not observe) for p in parameters]
-        shares = torch.tensor(present, device=parameters[0].device)
         if observe:
-            return [*(torch.zeros_like(p) for p in parameters), shares]
+            return [torch.zeros_like(p) for p in parameters]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         if self._kept:
             total = self._weight()
             gradients = list(torch._foreach_mul(gradients, 1 - self._kept_weight / total))
             torch._foreach_add_(gradients, self._kept[:-1], alpha=self._kept_weight / total)
-            shares = torch.maximum(shares, self._kept[-1])
-        return [*gradients, shares]
+        return gradients
+
+    def _exact_contribution(self, observe: bool) -> list[Tensor]:
+        """One number a parameter: whether it has a gradient here."""
+        parameters = self._anchor.parameters
+        present = [float(p.grad is not None and not observe) for p in parameters]
+        shares = torch.tensor(present, device=parameters[0].device)
+        return [torch.maximum(shares, self._kept[-1]) if self._kept and not observe else shares]
 
     def _weight(self) -> float:
         return self._kept_weight + (self.samples if self.samples > 0 else 1.0)
 
-    def _on_failure(self, contribution: list[Tensor], weight: float) -> None:
-        if weight > 0:
-            self._kept = [tensor.clone() for tensor in contribution[: len(self._anchor.parameters) + 1]]
-            self._kept_weight = weight
+    def _on_failure(self, offer: Offer) -> None:
+        if offer.weight > 0:
+            self._kept = [tensor.clone() for tensor in [*offer.tensors, offer.exact[0]]]
+            self._kept_weight = offer.weight
         self.samples, self._unsent_steps = 0.0, 0
 
-    def _apply(self, mean: list[Tensor]) -> float:
-        *gradients, shares = mean
+    def _apply(self, mean: list[Tensor], exact: list[Tensor]) -> float:
         self._kept, self._kept_weight = [], 0.0
-        norm = total_norm(gradients)
-        for parameter, gradient, share in zip(self._anchor.parameters, gradients, shares.tolist(), strict=True):
+        norm = total_norm(mean)
+        if self._clip is not None and norm > self._clip:
+            torch._foreach_mul_(mean, self._clip / norm)
+        for parameter, gradient, share in zip(self._anchor.parameters, mean, exact[0].tolist(), strict=True):
             parameter.grad = gradient if share > 0 else None
         self.inner.step()
         self._anchor.assign(self._anchor.parameters)
         return norm
 
-    def load_snapshot(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """See SyncedOptimizer; kept gradients belong to the parameters that the snapshot replaces, and go."""
-        super().load_snapshot(tensors, meta)
+    def _start_over(self, meta: Mapping[str, Any]) -> None:
         self._kept, self._kept_weight = [], 0.0
 
-    def state_dict(self) -> dict[str, Any]:
-        """See SyncedOptimizer; gradients kept from a failed round are part of it."""
-        found = super().state_dict()
-        found["synced"] |= {"kept": [tensor.clone() for tensor in self._kept], "kept_weight": self._kept_weight}
-        return found
+    def _own_state(self) -> dict[str, Any]:
+        return {"kept": [tensor.clone() for tensor in self._kept], "kept_weight": self._kept_weight}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See SyncedOptimizer."""
-        super().load_state_dict(state_dict)
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
         devices = [p.device for p in self._anchor.parameters]
-        kept = state_dict["synced"]["kept"]
-        self._kept = [t.to(device, copy=True) for t, device in zip(kept, [*devices, devices[0]], strict=False)]
-        self._kept_weight = state_dict["synced"]["kept_weight"]
+        self._kept = [t.to(d, copy=True) for t, d in zip(state["kept"], [*devices, devices[0]], strict=False)]
+        self._kept_weight = state["kept_weight"]

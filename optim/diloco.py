@@ -19,7 +19,7 @@ class DiLoCo(SyncedOptimizer):
     mean, and a constant pseudo-gradient in the end 1 / (1 - mu) times. The anchor and the momentum are float32 whatever
     the parameters are; a pseudo-gradient counts from the rounded anchor that training started from, so that rounding is
     never taken for progress. With `outer_lr=1, outer_momentum=0` the outer step is the mean of the parameters: then
-    these are sent instead, and one peer equals its inner optimizer bit for bit.
+    these are sent instead, unless a codec compresses, and one peer equals its inner optimizer bit for bit.
     """
 
     def __init__(
@@ -38,8 +38,11 @@ class DiLoCo(SyncedOptimizer):
         self._outer_lr = outer_lr
         self._outer_momentum = outer_momentum
         self._nesterov = nesterov and outer_momentum > 0
-        self._is_mean = outer_lr == 1 and outer_momentum == 0
         super().__init__(inner, **options)
+
+    @property
+    def _is_mean(self) -> bool:
+        return self._outer_lr == 1 and self._outer_momentum == 0 and self.is_plain
 
     @property
     def round_name(self) -> str:  # type: ignore[override]
@@ -63,7 +66,7 @@ class DiLoCo(SyncedOptimizer):
             return [torch.zeros_like(held) for held in self._anchor.tensors]
         return list(torch._foreach_sub(self._anchor.rounded(), self._anchor.local()))
 
-    def _apply(self, mean: list[Tensor]) -> float:
+    def _apply(self, mean: list[Tensor], exact: list[Tensor]) -> float:
         if self._is_mean:
             new = self._anchor.like(mean)
             norm = total_norm(torch._foreach_sub(self._anchor.tensors, new))

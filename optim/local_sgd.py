@@ -8,17 +8,30 @@ from swarmkit.optim.synced import SyncedOptimizer
 
 
 class LocalSGD(SyncedOptimizer):
-    """Train alone for a window of inner steps, then set the parameters to their weighted mean over the replicas."""
+    """Train alone for a window of inner steps, then set the parameters to their weighted mean over the replicas.
 
-    round_name = "parameters"
+    Through a codec goes how far each replica has moved from the anchor, because parameters do not compress.
+    """
+
+    @property
+    def round_name(self) -> str:  # type: ignore[override]
+        """Peers that send parameters and peers that send differences must not meet."""
+        return "parameters" if self.is_plain else "differences"
 
     def _contribution(self, observe: bool) -> list[Tensor]:
-        parameters = self._anchor.parameters
-        return [torch.zeros_like(p) if observe else p.detach() for p in parameters]
+        if self.is_plain:
+            return [torch.zeros_like(p) if observe else p.detach() for p in self._anchor.parameters]
+        if observe:
+            return [torch.zeros_like(held) for held in self._anchor.tensors]
+        return list(torch._foreach_sub(self._anchor.rounded(), self._anchor.local()))
 
-    def _apply(self, mean: list[Tensor]) -> float:
-        new = self._anchor.like(mean)
-        norm = total_norm(torch._foreach_sub(self._anchor.tensors, new))
-        self._anchor.assign(new)
+    def _apply(self, mean: list[Tensor], exact: list[Tensor]) -> float:
+        found = self._anchor.like(mean)
+        if self.is_plain:
+            norm = total_norm(torch._foreach_sub(self._anchor.tensors, found))
+            self._anchor.assign(found)
+        else:
+            norm = total_norm(found)
+            torch._foreach_sub_(self._anchor.tensors, found)
         self._anchor.restore()
         return norm

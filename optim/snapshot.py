@@ -64,6 +64,13 @@ def read_progress(meta: Mapping[str, Any]) -> tuple[int, int, int | None]:
     return int(meta["round"]), int(meta["step"]), window
 
 
+def read_lineage(found: object) -> str:
+    """A lineage out of a snapshot; raises ValueError for what is no hash."""
+    if not isinstance(found, str) or len(found) > 64:
+        raise ValueError(f"lineage {str(found)[:80]!r} is not a hash")
+    return found
+
+
 def inner_tensors(
     inner: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float | int | bool]]]:

@@ -1,38 +1,44 @@
 """SyncedOptimizer: the base that every strategy shares, an ordinary torch optimizer that meets its peers in rounds."""
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from swarmkit.optim.anchor import Anchor
+from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.schedule import Every, Schedule
-from swarmkit.optim.snapshot import (
-    check_form,
-    drop_broken_state,
-    inner_tensors,
-    load_inner_tensors,
-    read_inner_state,
-    read_progress,
-    sort_by_kind,
-    take,
-)
+from swarmkit.optim.snapshot import drop_broken_state
+from swarmkit.optim.stateful import StatefulOptimizer
 
-__all__ = ["Closure", "RoundReport", "SyncedOptimizer", "parameter_names"]
+__all__ = ["Closure", "Offer", "RoundReport", "SyncedOptimizer", "next_lineage", "parameter_names"]
 
 Closure = Callable[[], Any]
-_COUNTERS = ("round", "step_count", "_synced_step", "_window", "samples", "_unsent_steps", "needs_state", "lineage")
 
 
-class SyncedOptimizer(torch.optim.Optimizer):
+@dataclass(slots=True)
+class Offer:
+    """What a peer brings to a round."""
+
+    tensors: list[Tensor]  # a codec may compress these
+    exact: list[Tensor] = field(default_factory=list)  # but not these; buffers come last
+    weight: float = 0.0
+    trouble: str | None = None  # why nothing but zeros of weight 0 is offered
+
+
+def next_lineage(lineage: str, key: RoundKey, id: str) -> str:
+    """The hash chain after the round `key` that closed under `id`."""
+    link = f"{lineage}|{key}|{id}"
+    return hashlib.blake2b(link.encode(), digest_size=16).hexdigest()
+
+
+class SyncedOptimizer(StatefulOptimizer):
     """Wraps an inner optimizer and synchronises with the other replicas when the schedule says so.
 
     It shares the inner optimizer's parameter groups and state, so learning-rate schedulers, gradient clipping,
@@ -50,6 +56,7 @@ class SyncedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         *,
         collective: Collective,
+        averaging: Averaging | None = None,
         sync: Schedule | None = None,
         names: Mapping[Tensor, str] | None = None,
         buffers: Sequence[Tensor] = (),
@@ -57,31 +64,17 @@ class SyncedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Wrap `inner`.
 
-        `names` maps parameters to the names that snapshots and error messages use (see `parameter_names`);
-        `buffers` are floating-point tensors, like BatchNorm statistics, that each round averages as they are;
-        `offload` names the device that holds the anchor and the outer state.
+        `averaging` takes what is averaged through a codec; without one it is sent as it is. `names` maps parameters to
+        the names that snapshots and error messages use (see `parameter_names`); `buffers` are floating-point tensors,
+        like BatchNorm statistics, that each round averages as they are; `offload` names the device that holds the
+        anchor and the outer state.
         """
-        self.inner = inner
-        self.collective = collective
         self.sync: Schedule = sync if sync is not None else Every(1)
-        super().__init__(inner.param_groups, inner.defaults)
-        self.param_groups = inner.param_groups
-        self.state = inner.state
-        self._names = names
-        self._offload = torch.device(offload) if offload is not None else None
-        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._lock = threading.RLock()
-        self.round = 0
-        self.lineage = ""  # hash chain over the rounds whose results this peer holds
-        self.step_count = 0
-        self.samples = 0.0
-        self._unsent_steps = 0  # since the last round that took what this peer had
-        self.needs_state = False
         self.on_round: list[Callable[[RoundReport], None]] = []
         self.last_report: RoundReport | None = None
-        self._synced_step = 0  # step_count at the last closed or failed round
-        self._window: int | None = None  # H of the running window; None until its first step
-        self._adopt_parameters()
+        super().__init__(
+            inner, collective=collective, averaging=averaging, names=names, buffers=buffers, offload=offload
+        )
 
     # -- what a strategy defines -------------------------------------------------------------------------------------
 
@@ -89,21 +82,18 @@ class SyncedOptimizer(torch.optim.Optimizer):
         """What this peer offers to a round; zeros of the same shapes when it only observes."""
         raise NotImplementedError
 
-    def _apply(self, mean: list[Tensor]) -> float:
-        """Apply a round's mean and return the L2 norm of the averaged update; called under the lock."""
+    def _exact_contribution(self, observe: bool) -> list[Tensor]:
+        """What of it no codec may touch, buffers aside."""
+        return []
+
+    def _apply(self, mean: list[Tensor], exact: list[Tensor]) -> float:
+        """Apply a round's means and return the L2 norm of the averaged update; called under the lock."""
         raise NotImplementedError
 
-    def _outer_tensors(self) -> dict[str, Tensor]:
-        """Outer state by name, for snapshots."""
-        return {}
-
-    def _check_outer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError naming what of a snapshot's outer state does not fit."""
-        if tensors:
-            raise ValueError(f"unknown outer state {sorted(tensors)[:3]}")
-
-    def _load_outer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adopt outer state that `_check_outer` has passed."""
+    @property
+    def is_plain(self) -> bool:
+        """True when no codec compresses what is sent."""
+        return isinstance(self.averaging, PlainAveraging)
 
     # -- an ordinary optimizer ---------------------------------------------------------------------------------------
 
@@ -111,15 +101,6 @@ class SyncedOptimizer(torch.optim.Optimizer):
     def lr(self) -> float:
         """Learning rate of the first group, which schedules look at."""
         return float(self.param_groups[0]["lr"])
-
-    def parameters(self) -> Iterator[Tensor]:
-        """The trainable parameters, each once, in order."""
-        seen: set[int] = set()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, before the first step only: the members' payloads must stay alike."""
@@ -189,54 +170,57 @@ class SyncedOptimizer(torch.optim.Optimizer):
             raise RoundFailed(report.failed, missed=report.missed)
 
     def _synchronise(self, observe: bool = False) -> RoundReport:
-        contribution, weight, trouble = self._offer(observe)
+        offer = self._offer(observe)
         report = RoundReport(
-            round=self.round, step=self.step_count, window=self.step_count - self._synced_step, weight=weight
+            round=self.round, step=self.step_count, window=self.step_count - self._synced_step, weight=offer.weight
         )
         try:
             key = RoundKey(self.round_name, self.round, self.lineage)
-            reduced = self.collective.all_reduce(contribution, round=key, weight=weight).result()
+            reduced = self.averaging.begin(offer.tensors, offer.exact, round=key, weight=offer.weight).result()
         except RoundFailed as error:
             with self._lock:
-                self._on_failure(contribution, weight)
-                if trouble is not None:
+                self._on_failure(offer)
+                if offer.trouble is not None:
                     self._discard()
                 self._close_window()
-            report = replace(report, failed=trouble or error.reason, missed=error.missed)
+            report = replace(report, failed=offer.trouble or error.reason, missed=error.missed)
             self.needs_state = self.needs_state or error.missed
         else:
-            report = self._on_success(reduced, report, trouble)
+            report = self._on_success(key, reduced, report, offer)
+        self._tell(report)
+        return report
+
+    def _tell(self, report: RoundReport) -> None:
         self.last_report = report
         for callback in self.on_round:
             callback(report)
-        return report
 
-    def _offer(self, observe: bool) -> tuple[list[Tensor], float, str | None]:
+    def _offer(self, observe: bool) -> Offer:
         """This peer's contribution and weight; values that are not finite are never sent."""
+        tensors, exact = self._contribution(observe), self._exact_contribution(observe)
         if observe:
-            return self._contribution(observe=True) + [torch.zeros_like(b) for b in self._buffers], 0.0, None
-        contribution = self._contribution(observe=False) + self._buffers
-        if all_finite(contribution):
-            return contribution, self._weight(), None
+            return Offer(tensors, exact + [torch.zeros_like(b) for b in self._buffers])
+        exact = exact + self._buffers
+        if all_finite(tensors + exact):
+            return Offer(tensors, exact, self._weight())
         trouble = f"values on peer {self.collective.peer_id} are not finite: it contributed nothing"
-        return [torch.zeros_like(tensor) for tensor in contribution], 0.0, trouble
+        return Offer([torch.zeros_like(t) for t in tensors], [torch.zeros_like(t) for t in exact], trouble=trouble)
 
     def _weight(self) -> float:
         """Samples behind the contribution; steps, when nobody counts samples."""
         return self.samples if self.samples > 0 else float(self._unsent_steps)
 
-    def _on_success(self, reduced: Reduced, report: RoundReport, trouble: str | None) -> RoundReport:
-        split = len(reduced.tensors) - len(self._buffers)
+    def _on_success(self, key: RoundKey, reduced: Reduced, report: RoundReport, offer: Offer) -> RoundReport:
+        split, end = len(offer.tensors), len(reduced.tensors) - len(self._buffers)
         with self._lock, torch.no_grad():
-            norm = self._apply(reduced.tensors[:split])
+            norm = self._apply(reduced.tensors[:split], reduced.tensors[split:end])
             if self._buffers:
-                torch._foreach_copy_(self._buffers, reduced.tensors[split:])
-            if trouble is not None:
+                torch._foreach_copy_(self._buffers, reduced.tensors[end:])
+            if offer.trouble is not None:
                 drop_broken_state(self.inner)
             self.samples, self._unsent_steps = 0.0, 0
             # Under the same lock as the new anchor: a snapshot must not pair it with the old round's number.
-            link = f"{self.lineage}|{self.round_name}/{self.round}|{reduced.id}"
-            self.lineage = hashlib.blake2b(link.encode(), digest_size=16).hexdigest()
+            self.lineage = next_lineage(self.lineage, key, reduced.id)
             self._close_window()
         return replace(
             report,
@@ -246,10 +230,10 @@ class SyncedOptimizer(torch.optim.Optimizer):
             seconds=reduced.seconds,
             waited=reduced.waited,
             pseudo_gradient_norm=norm,
-            failed=trouble,
+            failed=offer.trouble,
         )
 
-    def _on_failure(self, contribution: list[Tensor], weight: float) -> None:
+    def _on_failure(self, offer: Offer) -> None:
         """Keep what a failed round did not take; parameters that drift on need nothing."""
 
     def _discard(self) -> None:
@@ -262,104 +246,6 @@ class SyncedOptimizer(torch.optim.Optimizer):
         self._window = None
         self._synced_step = self.step_count
         self.round += 1
-
-    # -- the anchor --------------------------------------------------------------------------------------------------
-
-    def _adopt_parameters(self) -> None:
-        """Make the present parameters the anchor."""
-        self._anchor = Anchor(list(self.parameters()), names=self._names, offload=self._offload)
-
-    def anchor(self) -> dict[str, Tensor]:
-        """What all members agreed on last, by parameter name: views, not to be written to."""
-        return self._anchor.named()
-
-    def digest(self) -> str:
-        """Fingerprint of the anchor: equal on two peers exactly when the anchors are."""
-        with self._lock:
-            return self._anchor.digest()
-
-    # -- snapshots and state -----------------------------------------------------------------------------------------
-
-    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A consistent copy of the shared state, for a joiner or a checkpoint that any number of peers can resume.
-
-        It holds the anchor, the outer state, buffers and, as a good start for a joiner's own, the inner state. Safe to
-        call from another thread; training goes on while a round is waited for.
-        """
-        with self._lock:
-            tensors = {f"anchor/{name}": take(tensor) for name, tensor in self.anchor().items()}
-            tensors |= {f"outer/{name}": take(tensor) for name, tensor in self._outer_tensors().items()}
-            tensors |= {f"buffer/{i}": take(buffer) for i, buffer in enumerate(self._buffers)}
-            inner, numbers = inner_tensors(self.inner, self._anchor.named_parameters())
-            tensors |= {f"inner/{name}": tensor for name, tensor in inner.items()}
-            meta = {
-                "strategy": type(self).__name__,
-                "round": self.round,
-                "lineage": self.lineage,
-                "step": self._synced_step,
-                "window": self._window,
-                "inner": numbers,
-            }
-        return tensors, meta
-
-    def load_snapshot(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Adopt a snapshot whole, or raise ValueError naming what does not fit and change nothing."""
-        if meta.get("strategy") != type(self).__name__:
-            raise ValueError(f"the snapshot is of strategy {meta.get('strategy')}, this is {type(self).__name__}")
-        parts = sort_by_kind(tensors)
-        check_form("anchor", parts["anchor"], self.anchor())
-        check_form("buffer", parts["buffer"], {str(i): buffer for i, buffer in enumerate(self._buffers)})
-        self._check_outer(parts["outer"])
-        named, numbers = self._anchor.named_parameters(), meta.get("inner") or {}
-        read_inner_state(named, parts["inner"], numbers)
-        round, step, window = read_progress(meta)
-        lineage = meta.get("lineage", "")
-        if not isinstance(lineage, str) or len(lineage) > 64:
-            raise ValueError(f"lineage {str(lineage)[:80]!r} is not a hash")
-        with self._lock, torch.no_grad():
-            self._load_outer(parts["outer"])
-            load_inner_tensors(self.inner, named, parts["inner"], numbers)
-            self._anchor.assign([parts["anchor"][name] for name in self._anchor.names])
-            self._anchor.restore()
-            for i, buffer in enumerate(self._buffers):
-                buffer.copy_(parts["buffer"][str(i)])
-            self.round, self.step_count, self._synced_step, self._window = round, step, step, window
-            self.lineage = lineage
-            self.samples, self._unsent_steps = 0.0, 0
-            self.needs_state = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """All but the parameters: the inner optimizer's own, and under "synced" what a strategy adds to it.
-
-        Resumes bit-exactly, in the middle of a window too.
-        """
-        with self._lock:
-            synced = {
-                "anchor": [tensor.clone() for tensor in self._anchor.tensors],
-                "outer": {name: tensor.clone() for name, tensor in self._outer_tensors().items()},
-                "counters": {name: getattr(self, name) for name in _COUNTERS},
-            }
-            return {**self.inner.state_dict(), "synced": synced}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Adopt a `state_dict`; the parameters come from the model's own."""
-        if "synced" not in state_dict:
-            raise ValueError("the state is of a bare optimizer: load it into the inner one")
-        synced = state_dict["synced"]
-        if len(synced["anchor"]) != len(self._anchor.names):
-            raise ValueError(
-                f"state of {len(synced['anchor'])} parameters, this optimizer has {len(self._anchor.names)}"
-            )
-        check_form("anchor", dict(zip(self._anchor.names, synced["anchor"], strict=True)), self.anchor())
-        self._check_outer(synced["outer"])
-        with self._lock:
-            self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != "synced"})
-            self.param_groups = self.inner.param_groups
-            self.state = self.inner.state
-            self._anchor.assign(synced["anchor"])
-            self._load_outer(synced["outer"])
-            for name in _COUNTERS:
-                setattr(self, name, synced["counters"][name])
 
 
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:

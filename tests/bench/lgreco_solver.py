@@ -1,0 +1,87 @@
+"""What choosing the compression of every tensor takes, and how far from the optimum the choice may be.
+
+python -m tests.bench.lgreco_solver [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmkit.optim.compression.allocation import allocate, discretise, dynamic_programme
+
+Floats = NDArray[np.float64]
+CASES = ((50, 8), (50, 16), (200, 16), (600, 30))
+
+
+def sparse_table(tensors: int, candidates: int, seed: int) -> tuple[Floats, Floats]:
+    """Bytes and errors of a top-k codec at densities of 0.1 to 20 %, tensors of a thousand to four million elements."""
+    rng = np.random.default_rng(seed)
+    count = np.exp(rng.uniform(np.log(1e3), np.log(4e6), tensors))[:, None]
+    density = np.geomspace(0.001, 0.2, candidates)
+    decay = rng.uniform(0.6, 9, tensors)[:, None]
+    scale = np.exp(rng.normal(0, 1.5, tensors))[:, None] * np.sqrt(count)
+    return np.ceil(count * density * 8), scale * np.sqrt(1 - density) * np.exp(-decay * np.sqrt(density))
+
+
+def measure(tensors: int, candidates: int, seeds: int) -> dict[str, float]:
+    """Milliseconds and certified gaps over several tables; the baseline is the middle candidate."""
+    cold, warm, gaps, ratios, programme, excess = [], [], [], [], [], []
+    baseline = candidates // 2
+    for seed in range(seeds):
+        sizes, errors = sparse_table(tensors, candidates, seed)
+        for squared in (False, True):
+            start = time.perf_counter()
+            found = allocate(sizes, errors, baseline=baseline, squared=squared)
+            cold.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            allocate(sizes, errors, baseline=baseline, squared=squared, start=found.price)
+            warm.append(time.perf_counter() - start)
+            gaps.append(found.gap)
+            ratios.append(sizes[:, baseline].sum() / found.bytes)
+        if seed < 3:
+            best = allocate(sizes, errors, baseline=baseline)
+            start = time.perf_counter()
+            choices = dynamic_programme(sizes, discretise(errors, best.budget, 10_000), 10_000)
+            programme.append(time.perf_counter() - start)
+            assert choices is not None
+            excess.append(float(sizes[np.arange(tensors), choices].sum()) / best.bytes - 1)
+    return {
+        "tensors": tensors,
+        "candidates": candidates,
+        "ms": 1e3 * statistics.median(cold),
+        "ms_worst": 1e3 * max(cold),
+        "ms_warm": 1e3 * statistics.median(warm),
+        "gap_worst": max(gaps),
+        "uniform_over_adaptive": statistics.median(ratios),
+        "programme_ms": 1e3 * statistics.median(programme),
+        "programme_excess": statistics.median(excess),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    options = parser.parse_args()
+    measure(50, 8, 2)
+    rows = [measure(*case, options.seeds) for case in CASES]
+    print(
+        "tensors candidates |    ms  worst   warm | worst gap | uniform/adaptive | programme (10 k): ms, excess bytes"
+    )
+    for row in rows:
+        print(
+            f"{row['tensors']:7d} {row['candidates']:10d} | {row['ms']:5.2f} {row['ms_worst']:6.2f} "
+            f"{row['ms_warm']:6.2f} | {row['gap_worst']:8.3%} | {row['uniform_over_adaptive']:16.2f} | "
+            f"{row['programme_ms']:22.0f}, {row['programme_excess']:.1%}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

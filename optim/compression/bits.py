@@ -21,6 +21,8 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     _check_width(bits)
     if values.is_floating_point() or values.is_complex():
         raise ValueError(f"values are {values.dtype}: only integers can be packed")
+    if bits == 16:
+        return values.reshape(-1).to(torch.int16, copy=True).view(torch.uint8)
     # A byte is wide enough to work in when a value is: what a shift pushes out of it belongs to the next byte.
     flat = values.reshape(-1).to(torch.uint8 if bits <= 8 else torch.int32)
     if bits == 8:
@@ -50,6 +52,9 @@ def unpack_bits(packed: Tensor, bits: int, count: int, dtype: torch.dtype = torc
         raise ValueError(f"{count} values of {bits} bits are {size} bytes, not {packed.dtype}{list(packed.shape)}")
     if bits == 8:
         return packed.to(dtype, copy=True)
+    if bits == 16:
+        # A view as wider numbers wants the bytes in a storage of their own.
+        return packed.clone().view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF).to(dtype)
     group, width = _group(bits)
     short = -size % width
     if short:

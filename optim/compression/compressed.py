@@ -1,0 +1,272 @@
+"""CompressedAveraging: averages tensors through a codec, with error feedback (arXiv 1901.09847) where wanted."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmkit.optim.averaging import Pending
+from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
+from swarmkit.optim.compression.casting import Casting
+from swarmkit.optim.compression.codec import Codec, GatherCodec, LinearCodec, Parameters
+from swarmkit.optim.compression.plan import Plan
+from swarmkit.optim.compression.rounds import GatherRound, LinearRound, Outcome, Round
+from swarmkit.optim.errors import RoundFailed
+
+_STATE = ("codec", "seed", "members", "parameters", "residual", "state", "state_id")
+
+
+class CompressedAveraging:
+    """Averages tensors through a codec; see Averaging.
+
+    Linear codecs ride all-reduces. The others ride an all-gather: each member decodes all payloads and takes the
+    weighted mean, in float32 and in member order. A payload that isn't one is dropped by all alike and its member is
+    not in the result. Where the gather would send more than averaging everything in float16 does, which is when
+    members * payload exceeds twice the float16 bytes, the round is that instead; the count is the last round's.
+
+    Tensors that the codec is not for, as they are small or get no smaller, and `exact` ones travel as they are in the
+    same round.
+
+    With `error_feedback` what a codec leaves out is added to the next contribution. Residuals change only in `result`,
+    by what a closed round contained. A weight of 0 leaves them alone.
+
+    A member that missed a round of a codec with shared state (PowerSGD's bases) only observes the next one, with
+    weight 0, and has it then. Draws depend on the seed, the peer and the round's key alone.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        collective: Collective,
+        *,
+        error_feedback: bool = False,
+        generator: torch.Generator | int = 0,
+    ) -> None:
+        """`generator`, or a seed, is where random codecs' draws come from; members may share it."""
+        if not isinstance(codec, GatherCodec | LinearCodec):
+            raise ValueError(f"{type(codec).__name__} is neither a gather codec nor a linear one")
+        if error_feedback and codec.name == "randomk" and codec.unbiased:
+            raise ValueError(
+                "randomk with error_feedback: scaled up for unbiasedness, its error exceeds the signal and grows "
+                "without end when fed back; use unbiased=False, or no error feedback"
+            )
+        self.codec = codec
+        self.error_feedback = error_feedback
+        self._collective = collective
+        seed = generator
+        if isinstance(generator, torch.Generator):
+            seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+        self._seed = _number(f"{seed}|{collective.peer_id}")
+        self._dense = Casting("fp16")
+        self._plan: Plan | None = None
+        self._parameters: tuple[float, ...] | None = None
+        self._residual: Tensor | None = None
+        self._loaded: list[Tensor] | None = None  # a residual whose layout the next contribution shows
+        self._state: list[Tensor] = []  # of the codec, equal on all members
+        self._state_id = ""  # of the round that it comes from
+        self._stale = False  # others hold a newer one
+        self._members: int | None = None  # of the last closed round; None: nobody has told this member yet
+        self._try_dense = False  # what to assume then
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> tuple[float, ...] | None:
+        """The codec's parameter for each tensor that it gets, from the next `begin` on; None: its own for all."""
+        return self._parameters
+
+    @parameters.setter
+    def parameters(self, parameters: Parameters | None) -> None:
+        found = None if parameters is None else tuple(float(parameter) for parameter in parameters)
+        for parameter in set(found or ()):
+            self.codec.payload_bytes((1, 1), parameter)  # raises for what is none
+        self._parameters = found
+
+    def compressed(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Positions of the tensors that the codec gets: the parameters are for these."""
+        return [i for i, tensor in enumerate(tensors) if self.codec.compresses(tensor.shape)]
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(
+        self, tensors: Sequence[Tensor], exact: Sequence[Tensor] = (), *, round: RoundKey, weight: float
+    ) -> Pending:
+        """See Averaging. Raises ValueError as `Collective.all_reduce` does, naming the position."""
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"weight={weight}: must be finite and not negative")
+        plan = self._planned(tensors, exact)
+        self._adopt_loaded(plan)
+        if self._residual is not None and self._residual.numel() != plan.layout.total:
+            raise ValueError("the residual is of other tensors: an averaging with error feedback has one set of them")
+        if self._stale:
+            weight = 0.0
+        flat = plan.layout.flatten([tensors[i] for i in plan.compressed])
+        if weight > 0 and self._residual is not None:
+            flat.add_(self._residual)
+        plan.check_finite(flat, [*tensors, *exact])
+        kept = [(tensors[i] if i < len(tensors) else exact[i - len(tensors)]).detach() for i in plan.exact]
+        under_way = self._send(plan, flat, kept, round, weight)
+        return _Pending(self, plan, flat, weight, under_way)
+
+    def _send(self, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float) -> Round:
+        codec = self.codec
+        if not plan.compressed:
+            return self._reduce(self._dense, plan, flat, exact, key, weight)
+        if isinstance(codec, LinearCodec):
+            return self._reduce(codec, plan, flat, exact, key, weight)
+        dense = self._is_dense(plan)
+        try:
+            return (self._reduce_dense if dense else self._gather)(plan, flat, exact, key, weight)
+        except ValueError:
+            # The others may be at the other operation.
+            if self._members is not None:
+                raise
+            return (self._gather if dense else self._reduce_dense)(plan, flat, exact, key, weight)
+
+    def _is_dense(self, plan: Plan) -> bool:
+        if self._members is None:
+            return self._try_dense
+        return self._members * plan.payload_bytes(self.codec) > 2 * 2 * plan.elements
+
+    def _reduce_dense(self, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float) -> Round:
+        return self._reduce(self._dense, plan, flat, exact, key, weight)
+
+    def _reduce(
+        self, codec: LinearCodec, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float
+    ) -> Round:
+        if len(codec.stages) > 1:
+            # Sums over different bases mean nothing. One who only observes has to fit all: it has no basis yet.
+            lineage = _hex(f"{key.lineage}|{self._state_id}") if key.lineage or self._state_id else ""
+            key = RoundKey(key.name, key.index, lineage if weight > 0 else "")
+        shared = torch.Generator().manual_seed(_number(f"shared|{key}"))
+        exchange = codec.exchange(
+            flat, plan.layout, shared, self._parameters if codec is self.codec else None, self._state
+        )
+        return LinearRound(self._collective, exchange, codec.stages, exact, round=key, weight=weight)
+
+    def _gather(self, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float) -> Round:
+        codec = self.codec
+        assert isinstance(codec, GatherCodec)
+        payload = [flat.new_empty(0)]
+        if weight > 0:
+            own = torch.Generator(device=flat.device).manual_seed(_number(f"{self._seed}|{key}"))
+            payload = [*plan.pack_exact(exact), *codec.encode(flat, plan.layout, own, self._parameters)]
+
+        def read(gathered: Gathered) -> Outcome:
+            return plan.read(codec, gathered, self._collective.peer_id, keep_own=self.error_feedback)
+
+        return GatherRound(self._collective, payload, read, round=key, weight=weight)
+
+    def _planned(self, tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> Plan:
+        if self._plan is None or not self._plan.fits(tensors, exact):
+            self._plan = Plan.of(self.codec, tensors, exact)
+        return self._plan
+
+    # -- the end of a round ------------------------------------------------------------------------------------------
+
+    def _commit(self, flat: Tensor, weight: float, outcome: Outcome) -> None:
+        """Adopt what a closed round says; `flat` is what this member offered."""
+        if self.error_feedback and weight > 0:
+            self._residual = flat if outcome.sent is None else flat.sub_(outcome.sent)
+        if outcome.state:
+            self._state, self._state_id = outcome.state, outcome.stats["id"]
+        self._stale = False
+        self._members = len(outcome.stats["members"])
+
+    def _on_failure(self, error: RoundFailed) -> None:
+        """Forget what others may have changed meanwhile; a round that failed for all leaves everything as it was."""
+        has_state = isinstance(self.codec, LinearCodec) and len(self.codec.stages) > 1
+        if error.missed:
+            self._stale = has_state
+            self._members = None
+        elif self._stale:
+            # Perhaps nobody is left who has a newer one.
+            self._state, self._state_id, self._stale = [], "", False
+        if self._members is None:
+            self._try_dense = not self._try_dense
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Averaging: residuals, the codec's shared state, parameters, seed, and the last round's member count."""
+        if self._residual is not None:
+            assert self._plan is not None
+            residual = [view.clone() for view in self._plan.layout.views(self._residual)]
+        else:
+            residual = [tensor.clone() for tensor in self._loaded or []]
+        return {
+            "codec": self.codec.name,
+            "seed": self._seed,
+            "members": self._members,
+            "parameters": None if self._parameters is None else list(self._parameters),
+            "residual": residual,
+            "state": [tensor.clone() for tensor in self._state],
+            "state_id": self._state_id,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Averaging. A residual is checked against the tensors in the next `begin` when none has been before."""
+        missing = sorted(set(_STATE) - set(state))
+        if missing:
+            raise ValueError(f"the state of the averaging lacks {missing[0]!r}")
+        if state["codec"] != self.codec.name:
+            raise ValueError(f"the state is of codec {state['codec']!r}, this run has {self.codec.name!r}")
+        residual = [tensor.detach().clone() for tensor in state["residual"]]
+        if residual and not self.error_feedback:
+            raise ValueError("the state has residuals of error feedback, this run has none")
+        if residual and self._plan is not None:
+            self._plan.check_residual(residual)
+        self.parameters = state["parameters"]
+        self._seed, self._members = int(state["seed"]), state["members"]
+        self._state, self._state_id = [tensor.detach().clone() for tensor in state["state"]], str(state["state_id"])
+        self._stale, self._try_dense = False, False
+        self._residual, self._loaded = None, residual or None
+
+    def _adopt_loaded(self, plan: Plan) -> None:
+        if self._loaded is not None:
+            plan.check_residual(self._loaded)
+            self._residual = plan.layout.flatten(self._loaded)
+            self._loaded = None
+
+
+class _Pending:
+    def __init__(
+        self, averaging: CompressedAveraging, plan: Plan, flat: Tensor, weight: float, under_way: Round
+    ) -> None:
+        self._averaging = averaging
+        self._plan = plan
+        self._flat = flat
+        self._weight = weight
+        self._round = under_way
+
+    def done(self) -> bool:
+        return self._round.outcome.done()
+
+    @torch.no_grad()
+    def result(self) -> Reduced:
+        try:
+            outcome = self._round.outcome.result()
+        except CancelledError:
+            raise
+        except RoundFailed as error:
+            self._averaging._on_failure(error)
+            raise
+        self._averaging._commit(self._flat, self._weight, outcome)
+        return Reduced(tensors=self._plan.join(outcome.mean, outcome.exact), **outcome.stats)
+
+    def cancel(self) -> None:
+        self._round.cancel()
+
+
+def _hex(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _number(text: str) -> int:
+    """A seed of 63 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

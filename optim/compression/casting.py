@@ -62,4 +62,4 @@ class Casting:
         """See LinearCodec."""
         sent = self.cast(flat)
         (mean,) = yield [sent]
-        return Exchanged(mean.to(torch.float32), sent.to(torch.float32))
+        return Exchanged(mean.to(torch.float32), lambda: sent.to(torch.float32))

@@ -1,7 +1,7 @@
 """The interface that all codecs share: tensors lie in one flat float32 buffer, a payload is a list of tensors."""
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -144,7 +144,7 @@ class Exchanged:
     """What an exchange of means came to."""
 
     mean: Tensor  # flat, the same on all members
-    sent: Tensor  # flat: this member's share of it, of which the mean is the weighted mean
+    sent: Callable[[], Tensor]  # flat: this member's share of it, of which the mean is the weighted mean
     state: list[Tensor] = field(default_factory=list)  # for the next exchange, the same on all members
 
 

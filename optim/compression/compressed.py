@@ -147,7 +147,15 @@ class CompressedAveraging:
         exchange = codec.exchange(
             flat, plan.layout, shared, self._parameters if codec is self.codec else None, self._state
         )
-        return LinearRound(self._collective, exchange, codec.stages, exact, round=key, weight=weight)
+        return LinearRound(
+            self._collective,
+            exchange,
+            codec.stages,
+            exact,
+            round=key,
+            weight=weight,
+            keep_sent=self.error_feedback,
+        )
 
     def _gather(self, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float) -> Round:
         codec = self.codec

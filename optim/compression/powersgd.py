@@ -71,13 +71,15 @@ class PowerSGD:
         bases = _orthogonal(groups, mean_p)
         own_q = _products(groups, [matrix.t() for matrix in matrices], bases)
         mean_q = yield own_q
-        mean, sent = torch.zeros_like(flat), torch.zeros_like(flat)
-        for found, factors in ((mean, mean_q), (sent, own_q)):
-            targets = [view.view(_matrix(view.shape)) for view in layout.views(found)]
-            products = _products(groups, bases, [factor.t() for factor in factors])
-            if targets:
-                torch._foreach_copy_(targets, products)
-        return Exchanged(mean, sent, list(mean_q))
+
+        def product(factors: Sequence[Tensor]) -> Tensor:
+            found = torch.zeros_like(flat)
+            if matrices:
+                targets = [view.view(_matrix(view.shape)) for view in layout.views(found)]
+                torch._foreach_copy_(targets, _products(groups, bases, [factor.t() for factor in factors]))
+            return found
+
+        return Exchanged(product(mean_q), lambda: product(own_q), list(mean_q))
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -64,7 +64,7 @@ class RandomK:
             zeros = torch.zeros(layout.total, device=layout.device)
             return zeros.index_copy_(0, positions, (numbers * factors).clamp_(-_MAX, _MAX))
 
-        return Exchanged(spread(mean), spread(values))
+        return Exchanged(spread(mean), lambda: spread(values))
 
     def _draw(self, layout: Layout, generator: torch.Generator, parameters: Parameters | None) -> tuple[Tensor, Tensor]:
         """One position in each stratum, int64, and the stratum's size."""

@@ -99,9 +99,11 @@ class LinearRound(Round):
         *,
         round: RoundKey,
         weight: float,
+        keep_sent: bool,
     ) -> None:
         super().__init__()
         self._collective = collective
+        self._keep_sent = keep_sent and weight > 0
         self._exchange = exchange
         self._stages = stages
         self._exact = exact
@@ -129,7 +131,7 @@ class LinearRound(Round):
                     stats=joined(self._closed),
                     mean=found.mean,
                     exact=reduced.tensors[count:],
-                    sent=found.sent if self._weight > 0 else None,
+                    sent=found.sent() if self._keep_sent else None,
                     state=found.state,
                 )
             )

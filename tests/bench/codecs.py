@@ -1,0 +1,86 @@
+"""Encoding plus decoding as a multiple of copying the same tensors, in one process.
+
+python -m tests.bench.codecs
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarmkit.optim.compression import CODECS, Codec, GatherCodec, Layout, LinearCodec, make_codec
+
+TARGETS = {"fp16": 20, "bf16": 20, "int8": 20, "int4": 20, "topk": 60}
+
+
+def tensors(elements: int, width: int) -> list[Tensor]:
+    """Matrices and biases as a small transformer has them, with small gradients of different size."""
+    generator = torch.Generator().manual_seed(0)
+    layers = max(1, elements // (width * (width + 1)))
+    scales = torch.logspace(-4, -2, layers).tolist()
+    shapes: list[tuple[int, ...]] = [(width, width), (width,)]
+    return [scale * torch.randn(shape, generator=generator) for scale in scales for shape in shapes]
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.thread_time()
+    run()
+    return time.thread_time() - start
+
+
+def best(run: Callable[[], object], repeats: int) -> float:
+    """CPU seconds of the fastest run: what else the machine does only ever adds to them."""
+    run()
+    return min(seconds(run) for _ in range(repeats))
+
+
+def trip(codec: Codec, flat: Tensor, layout: Layout, out: Tensor) -> Callable[[], object]:
+    """Encoding and decoding once, from a flat buffer to another."""
+    if isinstance(codec, GatherCodec):
+        return lambda: codec.decode(codec.encode(flat, layout, torch.Generator().manual_seed(0)), layout, out=out)
+    assert isinstance(codec, LinearCodec)
+
+    def exchange() -> None:
+        steps = codec.exchange(flat, layout, torch.Generator().manual_seed(0))
+        try:
+            offered = next(steps)
+            while True:
+                offered = steps.send(offered)
+        except StopIteration:
+            return
+
+    return exchange
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--elements", type=int, default=4_000_000)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    given = tensors(options.elements, options.width)
+    result: dict[str, object] = {"elements": sum(t.numel() for t in given), "repeats": options.repeats}
+    ratios: dict[str, float] = {}
+    for name in CODECS:
+        codec = make_codec(name, min_size=0)
+        chosen = [t for t in given if codec.compresses(t.shape)]
+        layout = Layout.of(chosen, codec.align)
+        flat = layout.flatten(chosen)
+        out = torch.empty_like(flat)
+        run = trip(codec, flat, layout, out)
+        # A copy into memory that is there already: the fastest that any codec could be.
+        ratios[name] = round(best(run, options.repeats) / best(partial(out.copy_, flat), options.repeats), 1)
+    result |= {"copies": ratios, "targets": TARGETS}
+    print(json.dumps(result))
+    missed = {name: ratios[name] for name, target in TARGETS.items() if ratios[name] > target}
+    if missed:
+        raise SystemExit(f"slower than the targets: {missed}")
+
+
+if __name__ == "__main__":
+    main()

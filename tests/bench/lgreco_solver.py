@@ -70,9 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     measure(50, 8, 2)
     rows = [measure(*case, options.seeds) for case in CASES]
-    print(
-        "tensors candidates |    ms  worst   warm | worst gap | uniform/adaptive | programme (10 k): ms, excess bytes"
-    )
+    print("tensors candidates |    ms  worst   warm | worst gap | uniform/adaptive | programme (10 k): ms, excess")
     for row in rows:
         print(
             f"{row['tensors']:7d} {row['candidates']:10d} | {row['ms']:5.2f} {row['ms_worst']:6.2f} "

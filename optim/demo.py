@@ -94,13 +94,15 @@ class DeMo(SyncedOptimizer):
                 loss = closure()
         if not self._unscale():
             return loss
-        gradients = [parameter.grad for parameter in self._anchor.parameters]
+        gradients = [_dense(parameter.grad) for parameter in self._anchor.parameters]
         if not _is_usable([gradient for gradient in gradients if gradient is not None]):
             self._trouble = f"gradients on peer {self.collective.peer_id} are not finite: it contributed nothing"
             return loss
         with self._lock, torch.no_grad():
             self.averaging.present |= torch.tensor([gradient is not None for gradient in gradients], dtype=torch.bool)
-            filled = [_filled(p, gradient) for p, gradient in zip(self._anchor.parameters, gradients, strict=True)]
+            # A missing gradient is zeros that take no memory.
+            pairs = zip(self._anchor.parameters, gradients, strict=True)
+            filled = [p.new_zeros(()).expand(p.shape) if gradient is None else gradient for p, gradient in pairs]
             self.averaging.momentum.accumulate(filled, self.beta)
         return loss
 
@@ -188,11 +190,8 @@ def _is_usable(gradients: Sequence[Tensor]) -> bool:
     return all(float(gradient.abs().max()) < _LARGEST for gradient in gradients if gradient.numel())
 
 
-def _filled(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """A gradient that can be cut into chunks: zeros that take no memory where there is none."""
-    if gradient is None:
-        return parameter.new_zeros(()).expand(parameter.shape)
-    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _writable(parameter: Tensor) -> Tensor:

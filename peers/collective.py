@@ -1,7 +1,6 @@
 """SwarmCollective: rounds among peers that find each other on a hivemind DHT, come, go and die."""
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -23,7 +22,7 @@ from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.session import Decision
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.transport import Bulk, Traffic
-from swarmkit.peers.wire import Message, field
+from swarmkit.peers.wire import Message, field, is_weight
 
 Operation = Literal["reduce", "gather"]
 # A coordinator answers within the round's timeout, plus the pings under way and what its answer takes to arrive.
@@ -314,8 +313,8 @@ class _Member:
             raise ProtocolError("members and weights do not match")
         if self._c.peer_id not in members or len(set(members)) != len(members):
             raise ProtocolError("the list of members is not one that we can be in")
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            raise ProtocolError("weights must be finite and not negative")
+        if not all(map(is_weight, weights)):
+            raise ProtocolError("weights must be between 0 and 1e18")
         limit = self._c._settings.max_round_bytes
         schemas = [Schema.from_message({"schema": entry}, max_bytes=limit) for entry in field(begin, "schemas", list)]
         if self._operation == "gather" and (

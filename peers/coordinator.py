@@ -11,9 +11,11 @@ from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.session import TICK_S, Arrival, Decision, Report, Session
 from swarmkit.peers.settings import NetworkSettings
-from swarmkit.peers.wire import Message, field, finite
+from swarmkit.peers.wire import Message, field, finite, is_weight
 
 REMEMBERED_ROUNDS = 256
+MAX_OPEN_ROUNDS = 64  # by one peer: fragments in flight, and none of a stranger who opens rounds without end
+UNREACHABLE = "the others meet at a coordinator that this peer cannot reach"
 MAX_TIMEOUT_S = 24 * 3600.0
 
 
@@ -44,7 +46,9 @@ class Coordinator:
     def remember(self, key: RoundKey, decision: Decision) -> None:
         """Keep how a round ended, for members that lost the coordinator before it could tell them."""
         self._decisions[key] = decision
-        self._latest[key.name] = max(key.index, self._latest.get(key.name, -1))
+        if self._roster.mine.peer_id in decision.members:
+            # Only of rounds that this peer was in: a stranger may close one of any number with himself.
+            self._latest[key.name] = max(key.index, self._latest.get(key.name, -1))
         while len(self._decisions) > REMEMBERED_ROUNDS:
             self._decisions.popitem(last=False)
 
@@ -82,7 +86,7 @@ class Coordinator:
         key = parse_key(message)
         operation = field(message, "operation", str, lambda name: name in ("reduce", "gather"))
         arrival = Arrival(
-            weight=field(message, "weight", float, finite),
+            weight=field(message, "weight", float, is_weight),
             schema=Schema.from_message(message, max_bytes=self._settings.max_round_bytes),
             order=(field(message, "joined_at", float, finite), caller),
             answer=asyncio.get_running_loop().create_future(),
@@ -104,15 +108,20 @@ class Coordinator:
                 if known is not None:
                     return known
         # The first member to come sets how long the round may take.
-        session = self._session(key, operation, field(message, "timeout", float, lambda s: 0 < s <= MAX_TIMEOUT_S))
+        timeout = field(message, "timeout", float, lambda s: 0 < s <= MAX_TIMEOUT_S)
+        session = self._session(key, caller, operation, timeout)
         if session.operation != operation:
             raise ProtocolError(f"round {key} is a {session.operation}, not a {operation}")
+        session.is_contested = session.is_contested or field(message, "gave_up", bool)
         return await session.meet(caller, arrival)
 
-    def _session(self, key: RoundKey, operation: str, timeout: float) -> Session:
+    def _session(self, key: RoundKey, caller: str, operation: str, timeout: float) -> Session:
         if key not in self._sessions:
-            session = Session(key, operation, timeout, self._roster, self._rpc, self._settings)
+            if sum(session.opener == caller for session, _ in self._sessions.values()) >= MAX_OPEN_ROUNDS:
+                raise ProtocolError(f"{MAX_OPEN_ROUNDS} rounds that this peer opened are still open")
+            session = Session(key, operation, timeout, self._roster, self._rpc, self._settings, self._find_elsewhere)
             now = time.monotonic()
+            session.opener = caller
             session.expected |= {peer for peer, until in self._holds.items() if until > now}
             task = asyncio.ensure_future(session.run())
             task.add_done_callback(lambda done: self._on_decided(key, done))
@@ -157,9 +166,24 @@ class Coordinator:
             if not elsewhere and not (own[0] == "pending" and own[1] not in (me, caller)):
                 return None
             if time.monotonic() > deadline:
-                reason = "the others meet at a coordinator that this peer cannot reach"
-                return {"outcome": "failed", "reason": reason, "missed": True}
+                return {"outcome": "failed", "reason": UNREACHABLE, "missed": True}
             await asyncio.sleep(TICK_S / 2)
+        return None
+
+    async def _find_elsewhere(self, key: RoundKey, peers: set[str], patient: bool) -> Decision | None:
+        """What living peers that have not come to a round here know of it; see Elsewhere.
+
+        Of two coordinators that both wait, the one that joined first goes on and the other gives way.
+        """
+        mine = self._roster.order(self._roster.mine.peer_id)
+        answers = await asyncio.gather(*(self._ask_outcome(peer, key) for peer in sorted(peers)))
+        found = [answer for answer in answers if answer is not None]
+        for answer in found:
+            if answer.get("state") == "committed":
+                return _read_decision(answer)
+        meeting = [str(answer.get("at")) for answer in found if answer.get("state") == "pending"]
+        if not patient and any(self._roster.order(at) < mine for at in meeting):
+            return Decision("", (), (), UNREACHABLE, missed=True)
         return None
 
     async def _ask_outcome(self, peer_id: str, key: RoundKey) -> Message | None:

@@ -27,7 +27,7 @@ async def find_run(dht: DHTNode, wanted: str | None) -> str:
     if wanted is None and len(runs) == 1:
         wanted = next(iter(runs))
     if wanted is None:
-        hint = "is the run still up?" if not runs else "say which with name=..."
+        hint = "is the run still up?" if not runs else "say which with --name"
         raise JoinFailed(f"runs at this address: {names}; {hint}")
     if wanted not in runs:
         raise JoinFailed(f"no run {wanted!r} at this address; runs there: {names}")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
@@ -27,6 +28,7 @@ from swarmkit.peers.transport import Bulk
 from swarmkit.peers.wire import Message, field
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 CONFIG_LIFETIME_S = 3600.0
 MAX_CONFIG_BYTES = 256 << 10
 _BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - {"peer_id", "joined_at", "updated_at"}
@@ -58,10 +60,12 @@ class Node:
         initial_peers: Sequence[str] = (),
         settings: NetworkSettings | None = None,
         role: str = "replica",
+        existing: bool = False,
     ) -> "Node":
         """Start a peer and find the others; raises JoinFailed naming the cause, and leaves nothing behind then.
 
-        Without a `run` it joins the only one that is known at `initial_peers`. Roles: "replica" takes part in rounds,
+        Without a `run` it joins the only one that is known at `initial_peers`; one that has to be `existing` is looked
+        for there. Roles: "replica" takes part in rounds,
         "bootstrap" keeps the DHT up, "observer" looks on and appears in no table.
         """
         if run is None and not initial_peers:
@@ -70,7 +74,7 @@ class Node:
             raise ValueError(f"run name {run!r}: must have 1 to 100 characters and no dot (hivemind's key separator)")
         node = cls(run, settings or NetworkSettings(), role)
         try:
-            node._thread.run(node._start(initial_peers), timeout=node.settings.startup_timeout_s + 15)
+            node._thread.run(node._start(initial_peers, existing), timeout=node.settings.startup_timeout_s + 15)
         except TimeoutError as error:
             node.close()
             raise JoinFailed(f"the node did not start within {node.settings.startup_timeout_s} s") from error
@@ -79,12 +83,12 @@ class Node:
             raise
         return node
 
-    async def _start(self, initial_peers: Sequence[str]) -> None:
+    async def _start(self, initial_peers: Sequence[str], existing: bool) -> None:
         initial_peers = await find_reachable(initial_peers)
         self._p2p = await start_p2p(initial_peers, self.settings, self._sockets)
         self._dht = await start_dht(self._p2p, initial_peers)
         self.peer_id: str = self._p2p.peer_id.to_base58()
-        if self._wanted_run is None or (initial_peers and self._role == "observer"):
+        if self._wanted_run is None or existing or (initial_peers and self._role == "observer"):
             self.run = await find_run(self._dht, self._wanted_run)
         else:
             self.run = self._wanted_run
@@ -104,7 +108,8 @@ class Node:
             (record.joined_at for record in self._roster.table() if record.peer_id != self.peer_id), default=0.0
         )
         # Whoever comes later comes later in the order too, even with a clock that is behind.
-        self._roster.mine = replace(self._roster.mine, joined_at=max(get_dht_time(), newest + 1e-3))
+        joined_at = max(get_dht_time(), newest + 1e-3)
+        self._roster.mine = replace(self._roster.mine, joined_at=joined_at, address=self.addresses[0])
         if self._role != "observer":
             await self._roster.beat()
         self._tasks = [asyncio.ensure_future(self._roster.run()), asyncio.ensure_future(self._watch_p2pd())]
@@ -159,8 +164,14 @@ class Node:
 
     def refresh(self) -> list[PeerRecord]:
         """Read the DHT now and return the table."""
-        self._thread.run(self._roster.refresh(), timeout=self.settings.startup_timeout_s)
+        self._ask(self._roster.refresh(), self.settings.startup_timeout_s, "the peer table could not be read")
         return self.table()
+
+    def _ask(self, work: Coroutine[None, None, Answer], timeout: float, failed: str) -> Answer:
+        try:
+            return self._thread.run(work, timeout=timeout)
+        except TimeoutError as error:
+            raise JoinFailed(f"{failed}: the DHT did not answer within {timeout:.0f} s") from error
 
     def wait_for_peers(self, count: int, *, timeout: float) -> bool:
         """Wait until `count` active replicas are known, this one included; False when the time is up."""
@@ -206,7 +217,7 @@ class Node:
             raise ValueError(f"configuration of {len(config)} characters: the limit is {MAX_CONFIG_BYTES} bytes")
         json.loads(config)
         self._config = config
-        self._thread.run(self._store_config(), timeout=30)
+        self._ask(self._store_config(), 30.0, "the configuration could not be published")
 
     async def _store_config(self) -> None:
         expires = get_dht_time() + CONFIG_LIFETIME_S
@@ -214,7 +225,7 @@ class Node:
 
     def fetch_config(self) -> str:
         """Get the run's configuration; raises JoinFailed when nobody offers one."""
-        return self._thread.run(self._fetch_config(), timeout=60)
+        return self._ask(self._fetch_config(), 60.0, "the run's configuration could not be read")
 
     async def _fetch_config(self) -> str:
         found = await self._dht.get(f"{self.run}.config", latest=True)

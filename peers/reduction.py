@@ -6,13 +6,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swarmkit.peers.wire import MAX_WEIGHT, is_weight
+
 REDUCIBLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 def check_weight(weight: float) -> None:
-    """Raise ValueError for a weight that is negative or not finite."""
-    if not math.isfinite(weight) or weight < 0:
-        raise ValueError(f"weight={weight}: must be finite and not negative")
+    """Raise ValueError for a weight that is negative, not finite or huge."""
+    if not is_weight(weight):
+        raise ValueError(f"weight={weight}: must be finite and not negative, {MAX_WEIGHT:.0e} at most")
 
 
 def check_payload(payload: Sequence[Tensor], weight: float) -> None:

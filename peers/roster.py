@@ -17,6 +17,7 @@ from swarmkit.peers.wire import Message, decode, encode, field
 logger = logging.getLogger(__name__)
 EXPIRE_BEATS = 5  # a record lives for this many heartbeats
 MAX_RECORD_BYTES = 4096
+MAX_AHEAD_S = 300.0  # of a peer's clock before this one's
 LEAVING_STATES = frozenset({"draining", "done", "gone"})
 # States in which a replica takes part in rounds and is waited for.
 ACTIVE_STATES = frozenset({"waiting", "training", "evaluating"})
@@ -42,6 +43,7 @@ class PeerRecord:
     device: str = ""
     version: str = ""
     digest: str = ""  # of the anchor
+    address: str = ""  # with which others join the run here
 
     @property
     def may_coordinate(self) -> bool:
@@ -132,6 +134,8 @@ class Roster:
             record = read_record(peer_id, data)
         except ProtocolError:
             return  # a stranger's rubbish under our key is no reason to stop
+        if record.updated_at > get_dht_time() + MAX_AHEAD_S:
+            return  # it would hide every later record of that peer
         known = self._table.get(peer_id)
         if known is None or record.updated_at > known.updated_at:
             self._table[peer_id] = record

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from swarmkit.optim.collective import RoundKey
@@ -35,6 +36,10 @@ class Arrival:
     lineage: str = ""  # what its contribution starts from; empty: fits all
 
 
+# Asks peers about a round: how it ended elsewhere, or, unless `patient`, that they still meet elsewhere; else None.
+Elsewhere = Callable[[RoundKey, set[str], bool], Awaitable["Decision | None"]]
+
+
 @dataclass(slots=True)
 class Report:
     """How an attempt went for one member."""
@@ -53,11 +58,12 @@ class Decision:
     members: tuple[str, ...]
     weights: tuple[float, ...]
     reason: str = ""
+    missed: bool = False  # it failed here because the others met elsewhere
 
     def for_member(self, peer_id: str) -> Message:
         """The answer to a member, or to someone who was not one."""
         if not self.attempt:
-            return {"outcome": "failed", "reason": self.reason, "missed": False}
+            return {"outcome": "failed", "reason": self.reason, "missed": self.missed}
         if peer_id not in self.members:
             return {"outcome": "failed", "reason": "the round closed without this peer", "missed": True}
         return {
@@ -72,9 +78,20 @@ class Session:
     """One round as its coordinator sees it."""
 
     def __init__(
-        self, key: RoundKey, operation: str, timeout: float, roster: Roster, rpc: Rpc, settings: NetworkSettings
+        self,
+        key: RoundKey,
+        operation: str,
+        timeout: float,
+        roster: Roster,
+        rpc: Rpc,
+        settings: NetworkSettings,
+        elsewhere: Elsewhere,
     ) -> None:
+        """Open a round; `elsewhere` tells what living peers that did not come know of it."""
         self.key = key
+        self.opener = ""  # the peer that came first
+        self.is_contested = False  # opened by a member that had given another coordinator up
+        self._elsewhere = elsewhere
         self._timeout = timeout
         self.operation = operation
         self.decision: Decision | None = None
@@ -158,8 +175,7 @@ class Session:
     async def run(self) -> Decision:
         """Gather members, run attempts, decide; always ends within the round's timeout."""
         try:
-            await self._gather_members()
-            self.decision = await self._attempts()
+            self.decision = await self._gather_members() or await self._attempts()
         except asyncio.CancelledError:
             self.decision = Decision("", (), (), "the coordinator left")
             raise
@@ -178,15 +194,23 @@ class Session:
     def _left(self) -> float:
         return self._opened + self._timeout - time.monotonic()
 
-    async def _gather_members(self) -> None:
+    async def _gather_members(self) -> Decision | None:
+        """Wait for all that are expected; a decision when they turn out to have met without this coordinator.
+
+        Two coordinators of one round would let it close twice. So nobody closes it without peers that live before
+        these have said that they are in no such round.
+        """
         while self._absent():
             left = self._opened + PATIENCE * self._timeout - time.monotonic()
             if not self._arrivals and time.monotonic() - self._opened > EMPTY_S:
                 raise asyncio.CancelledError  # all have withdrawn: it is as if nobody had come
             if self._has_contributors and left <= 0:
-                return
+                return await self._elsewhere(self.key, self._absent(), False)
             await self._wait_change(min(TICK_S, max(0.05, left)))
             await self._drop_dead(self._absent())
+            if self.is_contested and (found := await self._elsewhere(self.key, self._absent(), True)):
+                return found
+        return None
 
     async def _wait_change(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):

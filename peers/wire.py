@@ -9,6 +9,7 @@ import msgpack
 from swarmkit.peers.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_WEIGHT = 1e18
 T = TypeVar("T")
 Message = dict[str, object]
 
@@ -47,5 +48,10 @@ def field(message: Message, name: str, kind: type[T], check: Callable[[T], bool]
 
 
 def finite(value: float) -> bool:
-    """True for a usable non-negative number: weights, seconds, counts."""
+    """True for a usable non-negative number: seconds, counts."""
     return math.isfinite(value) and value >= 0
+
+
+def is_weight(value: float) -> bool:
+    """True for a weight with which sums over any number of members stay finite."""
+    return 0 <= value <= MAX_WEIGHT

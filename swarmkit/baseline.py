@@ -12,6 +12,7 @@ import torch
 
 from swarmkit.build import Together, build_trainer, open_corpus, open_stream
 from swarmkit.config import config_from_json
+from swarmkit.link_sink import LinkSink
 from swarmkit.metrics import EventLog
 from swarmkit.peers.local import LocalSwarm
 from swarmkit.processes import Link
@@ -24,9 +25,6 @@ def run_baseline(end: socket.socket, arguments: Mapping[str, Any]) -> int:
 
     Called by the nursery. The same seed, samples, steps and learning rates as the swarm had.
     """
-    # Imported here: peer and baseline are entries of one nursery, and neither needs the other otherwise.
-    from swarmkit.peer import LinkSink
-
     config = config_from_json(arguments["config"])
     leaving = Leaving(float(arguments["leave_s"]))
     leaving.install()

@@ -16,7 +16,8 @@ from swarmkit.models.build import build_model, context_of
 from swarmkit.optim import Collective
 from swarmkit.optim.synced import SyncedOptimizer, parameter_names
 from swarmkit.strategy import build_inner, build_strategy
-from swarmkit.trainer import Events, Source, Surroundings, Trainer
+from swarmkit.surroundings import Events, Source, Surroundings
+from swarmkit.trainer import Trainer
 
 
 class Together:
@@ -41,6 +42,12 @@ class Together:
         self._turn = int(state["turn"])
         for stream, position in zip(self._streams, state["streams"], strict=True):
             stream.load(position)
+
+    def seek(self, samples: int) -> None:
+        """See Source."""
+        self._turn = 0
+        for stream in self._streams:
+            stream.seek(samples // len(self._streams))
 
 
 def pick_device(name: str) -> torch.device:

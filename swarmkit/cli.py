@@ -7,22 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmkit import __version__
-from swarmkit.errors import CheckpointError, ConfigError, DataError, SwarmError, TrainingDiverged
+from swarmkit.errors import ConfigError
+from swarmkit.exits import EXPECTED, exit_code
 
 if TYPE_CHECKING:
     from swarmkit.config import Config
-
-EXIT_SETTINGS = 2
-EXIT_NETWORK = 3
-EXIT_DIVERGED = 5
-# As in swarmkit.peer.Exit, which this module does not import: torch would come with it.
-_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
-    (ConfigError, EXIT_SETTINGS),
-    (CheckpointError, EXIT_SETTINGS),
-    (DataError, EXIT_SETTINGS),
-    (TrainingDiverged, EXIT_DIVERGED),
-    (SwarmError, EXIT_NETWORK),
-)
 
 app = typer.Typer(
     name="swarmkit",
@@ -102,7 +91,11 @@ def start(overrides: Overrides = None) -> None:
 
 
 @app.command()
-def join(address: Address, overrides: Overrides = None) -> None:
+def join(
+    address: Address,
+    overrides: Overrides = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run, when the address knows several.")] = None,
+) -> None:
     """Join a run: fetch its configuration and its state from the peers, then train with them.
 
     Examples:
@@ -114,7 +107,7 @@ def join(address: Address, overrides: Overrides = None) -> None:
     addresses = _addresses(address)
     from swarmkit import peer
 
-    raise typer.Exit(peer.join(addresses, overrides or []))
+    raise typer.Exit(peer.join(addresses, overrides or [], name=name))
 
 
 @app.command()
@@ -175,7 +168,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Choose among the k likeliest tokens.")] = 40,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="The same seed writes the same text.")] = 0,
 ) -> None:
     """Let a checkpoint continue a text.
 
@@ -232,9 +225,9 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
-    except tuple(kind for kind, _ in _EXIT_CODES) as error:
+    except EXPECTED as error:
         for line in str(error).splitlines():
             typer.echo(f"swarmkit: {line}", err=True)
-        sys.exit(next(code for kind, code in _EXIT_CODES if isinstance(error, kind)))
+        sys.exit(exit_code(error))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -68,7 +68,9 @@ def at_anchor(model: nn.Module, optimizer: SyncedOptimizer) -> Iterator[None]:
 
 def continue_text(model: nn.Module, settings: SampleConfig, *, seed: int, device: torch.device) -> str:
     """Let a model of bytes go on from the prompt, the same for the same seed."""
-    prompt = torch.tensor(list(settings.prompt.encode()) or [10], dtype=torch.long, device=device)
+    # A prompt of any bytes can be typed; those that are no UTF-8 reach Python as surrogates.
+    typed = settings.prompt.encode(errors="surrogateescape")
+    prompt = torch.tensor(list(typed) or [10], dtype=torch.long, device=device)
     tokens = cast(TextModel, model).generate(
         prompt,
         settings.tokens,

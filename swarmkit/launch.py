@@ -14,13 +14,22 @@ from typing import Any, TextIO
 import psutil
 
 from swarmkit.config import Config, config_to_json
+from swarmkit.errors import ConfigError
+from swarmkit.exits import Exit
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.processes import Child, Children
 from swarmkit.progress import Progress, Row
 from swarmkit.run_folder import make_run_folder
 from swarmkit.summary import Member, summarise
 
-PRELOAD = ["torch", "torch.optim.adamw", "torch._dynamo", "swarmkit.peers.node", "swarmkit.peer", "swarmkit.baseline"]
+PRELOAD = [
+    "torch",
+    "torch.optim.adamw",
+    "torch._dynamo",
+    "swarmkit.peers.node",
+    "swarmkit.local_peer",
+    "swarmkit.baseline",
+]
 MAX_RESTARTS = 3
 # Of launch.grace_s, what is kept for SIGKILL and for cleaning up after it.
 KILL_S = 3.0
@@ -30,8 +39,9 @@ LOG_TAIL = 6
 def run_local(config: Config, *, file: TextIO | None = None) -> int:
     """Train with `config.peers` processes on this machine and return the exit code.
 
-    0 when at least one peer finished and all that did hold the same parameters; 130 after Ctrl-C; 0 after another
-    signal when every peer left in order; 1 otherwise.
+    0 when at least one peer finished and all that did hold the same parameters, which they averaged in rounds; 2 when
+    the peers found a setting or the data wrong; 130 after Ctrl-C; 0 after another signal when every peer left in order;
+    1 otherwise.
     """
     run = LocalRun(config, file=file)
     try:
@@ -44,6 +54,11 @@ class LocalRun:
     """The supervisor: one thread that waits for children, their messages, and signals."""
 
     def __init__(self, config: Config, *, file: TextIO | None = None) -> None:
+        if config.network.initial_peers:
+            raise ConfigError(
+                "network.initial_peers: peers of `swarmkit local` find each other by themselves; "
+                "to enter a run that is up, use `swarmkit join`"
+            )
         self.config = config
         self.began = psutil.Process().create_time()
         self._plan = None
@@ -60,6 +75,8 @@ class LocalRun:
         self._waiting: list[Child] = []  # peers that need an address to begin with
         self._baseline: Member | None = None
         self._signals: list[int] = []
+        self._refused = False  # by a peer that found its settings or data wrong, which are everybody's
+        self._said: set[str] = set()  # errors, each of which is told once
         self._asked: list[Child] = []  # those that ran when the first signal came
         self._killed = False
         self._kill_after: float | None = None
@@ -87,8 +104,9 @@ class LocalRun:
         if not self._signals:
             return
         if self._kill_after is None:
-            name = signal.Signals(self._signals[0]).name
-            self._progress.say(f"{name}: asking the peers to leave; once more ends them at once")
+            if not self._refused:
+                name = signal.Signals(self._signals[0]).name
+                self._progress.say(f"{name}: asking the peers to leave; once more ends them at once")
             self._kill_after = time.monotonic() + max(1.0, self.config.launch.grace_s - KILL_S)
             self._asked = self._children.running()
             for child in self._asked:
@@ -104,8 +122,9 @@ class LocalRun:
     def supervise(self) -> int:
         """Start everybody and stay until all have ended."""
         if self._plan is not None:
-            how = "exactly" if self._plan.exactly else "from the shared state of the newest checkpoint"
-            self._progress.say(f"resuming {how}, at step {self._plan.step}")
+            exactly = "each peer from its own checkpoint"
+            how = exactly if self._plan.exactly else "all peers from what was shared in the newest checkpoint"
+            self._progress.say(f"resuming at step {self._plan.step}, {how}")
         self._progress.say(f"{self.config.peers} peers, {self.config.steps} steps; results in {self.folder}")
         for number in range(self.config.peers):
             self._spawn_peer(number)
@@ -132,7 +151,7 @@ class LocalRun:
             "exactly": exactly,
             "expected": 1 if restart else self.config.peers,
         }
-        child = self._spawn(f"peer-{slot}", "swarmkit.peer:local_peer", arguments)
+        child = self._spawn(f"peer-{slot}", "swarmkit.local_peer:local_peer", arguments)
         member = self._members[child.number]
         member.slot, member.restarts = slot, restarts
         if arguments["wants_addresses"]:
@@ -208,7 +227,14 @@ class LocalRun:
         elif kind == "eval":
             self._progress.say(f"{member.name}: step {event['step']}, validation {event['bpb']:.4f} bits per byte")
         elif kind == "error":
-            self._progress.say(f"{member.name}: {event['text']}")
+            self._say_once(member, str(event["text"]))
+        elif kind == "checkpoint" and event.get("failed"):
+            self._say_once(member, f"no checkpoint of step {event['step']}, older ones stay: {event['failed']}")
+
+    def _say_once(self, member: Member, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._progress.say(f"{member.name}: {text}")
 
     def _on_end(self, child: Child) -> None:
         """A child has ended: say so, and let the others go on."""
@@ -218,6 +244,11 @@ class LocalRun:
         if child.code == 0 or (self._signals and member.done is not None):
             return
         member.row.state = "died"
+        if child.code == Exit.settings and not self._signals:
+            self._refused = True
+            self._signals.append(signal.SIGTERM)
+        if self._refused:
+            return
         self._progress.say(f"{child.name} ended {_describe(child.code)} at step {member.row.step}; its log ends with:")
         for line in _tail(self.folder / child.name / "log.txt"):
             self._progress.say(f"    {line}")
@@ -240,11 +271,14 @@ class LocalRun:
         return [member for member in self._members.values() if member.finished]
 
     def _conclude(self) -> int:
+        if self._refused:
+            return Exit.settings
         lines, agreed = summarise(self.config, list(self._members.values()), self._baseline)
         for line in lines:
             self._progress.say(line)
         self._progress.say(f"report      {self._write_report()}")
-        for path in sorted(self.folder.glob("peer-*/checkpoints/step-*"))[-1:]:
+        found = self.folder.glob("peer-*/checkpoints/step-*")
+        for path in sorted(found, key=lambda path: (path.name, str(path)))[-1:]:
             self._progress.say(f"checkpoint  {path}")
         if self._signals:
             orderly = all(child.code in (0, 130) for child in self._asked)

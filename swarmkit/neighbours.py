@@ -12,7 +12,7 @@ from swarmkit.metrics import EventLog
 from swarmkit.optim.synced import RoundReport
 from swarmkit.peers.node import Node
 from swarmkit.peers.roster import PeerRecord
-from swarmkit.trainer import Surroundings
+from swarmkit.surroundings import Surroundings
 
 Say = Callable[[str], None]
 # A first word while others are missing, and then a reminder.

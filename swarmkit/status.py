@@ -25,7 +25,10 @@ def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool) ->
     if as_json:
         print(json.dumps({"run": run, "peers": [asdict(record) for record in records]}))
     else:
-        Console().print(table(run, records, now=time.time()))
+        console = Console()
+        console.print(table(run, records, now=time.time()))
+        for record in [record for record in records if record.address and record.is_active][:3]:
+            console.print(f"{record.peer_id[-6:]}: swarmkit join {record.address}", markup=False, soft_wrap=True)
 
 
 def _settings(addresses: Sequence[str]) -> NetworkSettings:

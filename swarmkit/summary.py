@@ -54,8 +54,13 @@ def summarise(config: Config, members: list[Member], baseline: Member | None) ->
     finished = [member for member in members if member.finished]
     digests = {str(member.done["digest"]) for member in finished if member.done is not None}
     lines = [""]
+    met = max((int(member.done["rounds_closed"]) for member in finished if member.done is not None), default=0)
     if not finished:
         lines.append("no peer finished")
+    elif not met:
+        lines.append(
+            "digests     NO ROUND GAVE A RESULT: every peer trained alone, the shared parameters are untrained"
+        )
     elif len(digests) == 1:
         lines.append(
             f"digests     {len(finished)} of {config.peers} peers finished and hold the same parameters, "
@@ -69,7 +74,7 @@ def summarise(config: Config, members: list[Member], baseline: Member | None) ->
     sample = next((member.sample for member in members if member.sample), "")
     if sample:
         lines += ["sample", *(f"    {line}" for line in sample.splitlines())]
-    return lines, len(finished) > 0 and len(digests) == 1
+    return lines, len(finished) > 0 and len(digests) == 1 and met > 0
 
 
 def _losses(members: list[Member], baseline: Member | None) -> list[str]:

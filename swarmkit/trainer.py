@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,60 +18,13 @@ from swarmkit.data.corpus import Batch, Corpus
 from swarmkit.errors import JoinFailed, RoundFailed, SwarmError, TrainingDiverged
 from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
+from swarmkit.optim.norms import all_finite
 from swarmkit.optim.synced import RoundReport, SyncedOptimizer
+from swarmkit.surroundings import Events, Source, Surroundings
 from swarmkit.training_state import State, collect, resume_exactly, resume_shared
 
 # How often a peer that was left behind fetches the state anew before it gives up.
 REJOIN_ATTEMPTS = 5
-
-
-class Source(Protocol):
-    """Where batches come from; see data.Stream."""
-
-    def next(self) -> Batch:
-        """Draw the next batch."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """The position, as JSON."""
-        ...
-
-    def load(self, state: Any) -> None:  # noqa: ANN401 - what `state` returned, from JSON
-        """Go on from a position."""
-        ...
-
-
-class Events(Protocol):
-    """Where the trainer says what happens; see metrics.EventLog."""
-
-    def emit(self, kind: str, **fields: object) -> None:
-        """Report one event."""
-        ...
-
-
-class Surroundings:
-    """What the loop needs from the process around it; this one is alone in the world."""
-
-    def fetch_state(self) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """Get the swarm's state from another peer; raises SwarmError."""
-        raise JoinFailed("this peer has nobody to fetch a state from")
-
-    def await_round(self, round: int, *, step: int, tokens_per_step: int) -> None:
-        """Wait until the others are about to come to a round, which they do after `step` inner steps."""
-
-    def report(self, **values: object) -> None:
-        """Tell the others where this peer stands."""
-
-    def change_state(self, state: str) -> None:
-        """Tell the others that this peer is training, evaluating, joining, ..."""
-
-    def state_of(self, peer_id: str) -> str:
-        """What another peer last said that it was doing."""
-        return "unknown"
-
-    def may_go_on(self, report: RoundReport | None) -> bool:
-        """Called before each step with the last round; may wait for peers, and is False when there is no point."""
-        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +36,8 @@ class Outcome:
     digest: str
     tokens: int  # that this peer learnt from
     finished: bool  # False: it was asked to leave, or was left alone
+    left_behind: str  # why it does not hold the state of the others; empty: it does, as far as it knows
+    rounds_closed: int  # that gave a result
     score: Score | None  # None: another member of the last round evaluates
     sample: str
 
@@ -96,7 +51,7 @@ class _Stopwatch:
     def restart(self) -> None:
         self.started = time.perf_counter()
         self.compute = self.communication = self.waiting = 0.0
-        self.tokens = self.samples = 0
+        self.tokens = 0
 
     @property
     def elapsed(self) -> float:
@@ -141,6 +96,8 @@ class Trainer:
         self._losses: list[tuple[int, Tensor]] = []  # step and loss of each micro-batch since the last check
         self._last_round: RoundReport | None = None
         self._members: set[str] = set()  # of the last round that gave a result
+        self._rounds_closed = 0
+        self._samples = 0
         self._evaluated_at = self._saved_at = 0
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
@@ -156,6 +113,11 @@ class Trainer:
             self.tokens = int(state[1].get("tokens", 0))
         else:
             resume_shared(self.optimizer, state)
+            try:
+                self.source.load(state[1]["data"])
+            except (ValueError, KeyError):
+                # Shares of the data differ in size: another peer's position need not exist in this one's.
+                self._seek()
         self._evaluated_at = self._saved_at = self.optimizer.step_count
 
     def join(self, *, observe: bool = True) -> None:
@@ -185,12 +147,17 @@ class Trainer:
     def _adopt(self, tensors: dict[str, Tensor], meta: Mapping[str, Any], *, observe: bool) -> None:
         self.optimizer.load_snapshot(tensors, meta)
         self._losses.clear()
+        self._seek()
         if observe and self.optimizer.step_count < self.config.steps:
             self._set_learning_rate()
             step = self.optimizer.step_count + (meta.get("window") or 1)
             self._around.await_round(self.optimizer.round, step=step, tokens_per_step=self._tokens_per_step())
             self.optimizer.observe_round()
         self._evaluated_at = self._saved_at = self.optimizer.step_count
+
+    def _seek(self) -> None:
+        """Go to where a peer that drew every step's samples of this share would be."""
+        self.source.seek(self.optimizer.step_count * self.config.batch_size * self.config.accumulate)
 
     def _tokens_per_step(self) -> int:
         spec = self.corpus.spec
@@ -199,8 +166,20 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train to the last step, or until `stop` is set, and leave everything in order."""
+        """Train to the last step, or until `stop` is set, and leave everything in order.
+
+        Raises TrainingDiverged, and JoinFailed when this peer was left behind and could not catch up; what the swarm
+        had agreed on by then is kept in a checkpoint.
+        """
         self._watch.restart()
+        try:
+            self._loop()
+        except (SwarmError, TrainingDiverged):
+            self._save_agreed()
+            raise
+        return self._finish()
+
+    def _loop(self) -> None:
         while self.optimizer.step_count < self.config.steps and not self.stop.is_set():
             if not self._around.may_go_on(self._last_round):
                 break
@@ -208,7 +187,6 @@ class Trainer:
                 self.join()
                 continue
             self.step()
-        return self._finish()
 
     def step(self) -> None:
         """One optimizer step, and what is due after it."""
@@ -246,7 +224,7 @@ class Trainer:
             (loss / parts).backward()  # type: ignore[no-untyped-call]
             self._losses.append((self.optimizer.step_count + 1, loss.detach()))
             self.optimizer.samples += len(inputs)
-            self._watch.samples += len(inputs)
+            self._samples += len(inputs)
             self._watch.tokens += targets.numel()
             self.tokens += targets.numel()
         self._watch.compute += time.perf_counter() - started
@@ -256,8 +234,8 @@ class Trainer:
         for step, loss in self._losses:
             if not math.isfinite(loss.item()):
                 raise TrainingDiverged(
-                    f"loss {loss.item()} in step {step} on peer {self.optimizer.collective.peer_id}: training stopped "
-                    "and the checkpoints were left as they are; lower optimizer.lr, or set optimizer.clip"
+                    f"loss {loss.item()} in step {step} on peer {self.optimizer.collective.peer_id}: training stopped; "
+                    "the newest checkpoint has what the peers agreed on last; lower optimizer.lr, or set optimizer.clip"
                 )
 
     def _after_step(self) -> None:
@@ -294,12 +272,13 @@ class Trainer:
             communication_s=max(0.0, watch.communication - watch.waiting),
             waiting_s=watch.waiting,
         )
-        self._around.report(step=step, loss=loss, tokens_per_s=rate, round=self.optimizer.round)
+        self._around.report(step=step, loss=loss, tokens_per_s=rate, round=self.optimizer.round, samples=self._samples)
         self._losses.clear()
         watch.restart()
 
     def _on_round(self, report: RoundReport) -> None:
         self._tell_changes(report)
+        self._rounds_closed += bool(report.members)
         self._last_round = report
         self._watch.waiting += report.waited
         # Hashing the anchor costs as much as a small step: too much where every step is a round.
@@ -374,18 +353,29 @@ class Trainer:
         self.events.emit("checkpoint", step=self._saved_at, path=str(path))
         return path
 
+    def _save_agreed(self) -> None:
+        """Keep the last anchor in a checkpoint; local work that may be broken is no part of it."""
+        tensors, meta = self.optimizer.snapshot()
+        if self._last_save[1] >= self.optimizer.round or not all_finite(list(tensors.values())):
+            return
+        shared = {name: tensor for name, tensor in tensors.items() if not name.startswith("inner/")}
+        self.optimizer.load_snapshot(shared, {**meta, "inner": {}})
+        self._losses.clear()
+        self._save_if_possible()
+
     def _finish(self) -> Outcome:
         """Bring the running window in, so that its work is not lost, and leave a checkpoint."""
         finished = self.optimizer.step_count >= self.config.steps
+        left_behind = ""
         if self.optimizer.step_count:
             self._check_losses()
             self.optimizer.finish()
             if self.optimizer.needs_state and finished:
-                self.join()
+                left_behind = self._catch_up()
         if self._losses:
             self._log()
         self._around.change_state("evaluating" if finished else "draining")
-        evaluates = finished and (self._evaluates_alone or self._evaluates())
+        evaluates = finished and not left_behind and (self._evaluates_alone or self._evaluates())
         score = self._score() if evaluates else None
         sample = self._sample() if evaluates else ""
         if self.optimizer.step_count and self._last_save != (self.optimizer.step_count, self.optimizer.round):
@@ -396,11 +386,21 @@ class Trainer:
             digest=self.optimizer.digest(),
             tokens=self.tokens,
             finished=finished,
+            left_behind=left_behind,
+            rounds_closed=self._rounds_closed,
             score=score,
             sample=sample,
         )
         self._around.report(step=outcome.step, round=outcome.round, digest=outcome.digest)
         return outcome
+
+    def _catch_up(self) -> str:
+        """Fetch the others' last state; returns why that was not possible, as when they have left."""
+        try:
+            self.join()
+        except SwarmError as error:
+            return str(error)
+        return ""
 
     def _sample(self) -> str:
         spec, settings = self.corpus.spec, self.config.sample

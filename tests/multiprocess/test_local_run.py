@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.multiprocess.harness_commands import SMALL, Command, Event, command
 
@@ -147,7 +148,7 @@ def test_a_run_goes_on_after_all_peers_were_killed(undisturbed: Command, tmp_pat
         broken = run.run_folder
     with command("local", *settings, f"resume={broken}", folder=tmp_path) as again:
         assert again.wait(120) == 0, again.text
-        assert "resuming exactly, at step" in again.text
+        assert "each peer from its own checkpoint" in again.text
         assert again.events(0, "round")[0]["step"] > 40
         assert len(set(digests(again))) == 1
         # The same samples; only the order in which members are summed, that of joining, may differ.
@@ -228,3 +229,15 @@ def test_one_peer_that_is_told_to_leave_does_not_disturb_the_others(tmp_path: Pa
         assert "2 of 3 peers finished and hold the same parameters" in run.text
         for event in run.events(0, "round"):
             assert event["seconds"] < 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+@pytest.mark.parametrize(
+    ("setting", "reason"), [("device=cuda", "has no CUDA device"), ("data.max_bytes=10", "the longest has 10")]
+)
+def test_what_no_peer_can_work_with_is_told_once(setting: str, reason: str, tmp_path: Path) -> None:
+    with command("local", *[s for s in SMALL if not s.startswith("device")], setting, folder=tmp_path) as run:
+        assert run.wait(60) == 2, run.text
+        assert run.text.count(reason) == 1, run.text
+        assert "Traceback" not in run.text
+        run.assert_all_gone(3)

@@ -1,6 +1,7 @@
 """Members of a swarm never commit different results for one round, whatever breaks between them."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import Future
 
@@ -148,3 +149,30 @@ def test_finished_rounds_hold_no_memory(trio: Trio) -> None:
     before = rounds(0, 15)
     # 2 MB of parameters at each of three peers: kept, these rounds would be some 200 MB.
     assert rounds(15, 20) - before < 60e6
+
+
+def test_a_member_that_gave_up_its_coordinator_first_does_not_close_the_round_alone(
+    trio: Trio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As above, but it asks around before the others have come to the round: nobody knows anything of it yet.
+    first, second, third = trio.nodes
+    call = second._rpc.call
+
+    async def cut(peer_id: str, method: str, message: Message, *, timeout: float) -> Message:
+        if peer_id == first.peer_id:
+            raise PeerUnreachable("cut")
+        answer = await call(peer_id, method, message, timeout=timeout)
+        if method == "outcome":
+            asked.set()
+        return answer
+
+    asked = threading.Event()
+    monkeypatch.setattr(second._rpc, "call", cut)
+    alone = trio.offer(1, 0)
+    assert asked.wait(10)
+    both = [trio.offer(rank, 0) for rank in (0, 2)]
+    a, c = (outcome(future) for future in both)
+    assert a == c == (first.peer_id, third.peer_id)
+    b = outcome(alone)
+    assert isinstance(b, RoundFailed)
+    assert b.missed

@@ -54,8 +54,13 @@ class Round:
         self.roster = FakeRoster(members)
         self.rpc = FakeRpc()
         key = RoundKey("test", 0)
-        self.session = Session(key, operation, timeout, self.roster, self.rpc, NetworkSettings())  # type: ignore[arg-type]
+        self.elsewhere: Decision | None = None
+        settings = NetworkSettings()
+        self.session = Session(key, operation, timeout, self.roster, self.rpc, settings, self.ask)  # type: ignore[arg-type]
         self.decision = asyncio.ensure_future(self.session.run())
+
+    async def ask(self, key: RoundKey, peers: set[str], patient: bool) -> Decision | None:
+        return self.elsewhere
 
     def meet(self, peer: str, weight: float = 1.0, schema: Schema = ONE, lineage: str = "") -> "asyncio.Task[Message]":
         arrival = Arrival(weight, schema, (0.0, peer), asyncio.get_running_loop().create_future(), lineage)
@@ -109,6 +114,17 @@ def test_a_round_closes_without_a_member_that_is_alive_but_does_not_come_and_tel
         assert (late["outcome"], late["missed"]) == ("failed", True)
         await finish(begins, round)
         assert (await round.decision).members == ("a",)
+
+    in_loop(scenario)
+
+
+def test_a_round_that_closed_at_another_coordinator_is_not_closed_again() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"], timeout=1.0)
+        round.elsewhere = Decision("there", ("b",), (1.0,))
+        answer = await round.meet("a")
+        assert (answer["outcome"], answer["missed"]) == ("failed", True)
+        assert await round.decision == round.elsewhere
 
     in_loop(scenario)
 

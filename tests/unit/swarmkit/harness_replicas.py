@@ -13,7 +13,8 @@ from swarmkit.data.config import SyntheticConfig
 from swarmkit.models.config import GPTConfig
 from swarmkit.optim import Collective
 from swarmkit.strategy import AdamWConfig, AllReduceConfig, DiLoCoConfig, LocalSGDConfig, StrategyConfig, SyncConfig
-from swarmkit.trainer import Surroundings, Trainer
+from swarmkit.surroundings import Surroundings
+from swarmkit.trainer import Trainer
 
 
 class Recorder:

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -128,6 +129,39 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code:
 
     monkeypatch.setattr(cli, "app", fail)
     assert run_main(monkeypatch) == code
+
+
+def test_a_run_can_be_named_when_an_address_knows_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def join(addresses: list[str], overrides: list[str], *, name: str | None) -> int:
+        asked.append(name)
+        return 0
+
+    monkeypatch.setattr("swarmkit.peer.join", join)
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID}"
+    assert [invoke("join", address, *more)[0] for more in ([], ["--name", "kjv"], ["threads=1", "--name=kjv"])] == [
+        0
+    ] * 3
+    assert asked == [None, "kjv", "kjv"]
+
+
+@pytest.mark.parametrize("command", ["local", "start"])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert run_main(monkeypatch, command, f"out={tmp_path}/file/runs", "steps=16") == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err
+    assert f"out={tmp_path}/file/runs: no folder for results can be made" in said.out + said.err
+
+
+def test_the_peers_of_a_local_run_are_no_joiners(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "local", f"network.initial_peers=[/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID}]") == 2
+    assert "use `swarmkit join`" in capsys.readouterr().err
 
 
 def test_an_unexpected_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ def member(number: int, digest: str = "d1", *, finished: bool = True, code: int 
     link = Link(ends[0])
     link.close()
     one = Member(child=Child(number, f"peer-{number}", link, code=code), row=Row(f"peer-{number}"))
-    counts = {"step": 100, "tokens": 1000, "bytes_sent": 4000, "bytes_received": 4000}
+    counts = {"step": 100, "tokens": 1000, "bytes_sent": 4000, "bytes_received": 4000, "rounds_closed": 3}
     end = {"kind": "done", "finished": finished, "digest": digest, **counts, **done}
     for event in ({"kind": "run_start", "parameters": 500}, end):
         one.note(event)
@@ -33,6 +33,12 @@ def test_peers_that_differ_are_a_failure_and_named() -> None:
     lines, success = summarise(small_config(), [member(0), member(1, "d2")], None)
     assert not success
     assert "    peer-1: d2" in lines
+
+
+def test_peers_of_which_none_ever_met_another_are_a_failure() -> None:
+    lines, success = summarise(small_config(), [member(0, rounds_closed=0), member(1, rounds_closed=0)], None)
+    assert not success
+    assert any("NO ROUND GAVE A RESULT" in line for line in lines)
 
 
 def test_the_dead_and_those_who_left_do_not_count() -> None:

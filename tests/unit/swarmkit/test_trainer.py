@@ -14,7 +14,8 @@ from swarmkit.errors import JoinFailed, TrainingDiverged
 from swarmkit.evaluation import at_anchor, evaluate
 from swarmkit.optim.synced import RoundReport
 from swarmkit.peers.local import LocalCollective, LocalSwarm
-from swarmkit.trainer import Outcome, Surroundings, Trainer
+from swarmkit.surroundings import Surroundings
+from swarmkit.trainer import Outcome, Trainer
 from swarmkit.training_state import flatten, model_tensors, restore
 from tests.unit.swarmkit.harness_replicas import STRATEGIES, Donor, Recorder, small_config, small_trainer
 
@@ -162,6 +163,68 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_checkpoints(bad: float, 
     kept = list((tmp_path / "peer-0" / "checkpoints").iterdir())
     assert [path.name for path in kept] == ["step-00000008"]
     checkpoint.verify(kept[0])
+
+
+def test_what_was_agreed_on_before_a_divergence_is_kept(tmp_path: Path) -> None:
+    config = small_config(peers=1, checkpoint=CheckpointConfig(every=0))
+    trainer = small_trainer(config, LocalSwarm(1).collectives[0], 0, tmp_path)
+    step = trainer.optimizer.step
+    digests: list[str] = []
+
+    def poison() -> None:
+        digests.append(trainer.optimizer.digest())
+        step()
+        if trainer.optimizer.step_count == 10:
+            for parameter in trainer.model.parameters():
+                parameter.data.fill_(float("nan"))
+
+    trainer.optimizer.step = poison  # type: ignore[method-assign, assignment]
+    with pytest.raises(TrainingDiverged, match="in step 11"):
+        trainer.run()
+    tensors, meta = checkpoint.load(tmp_path / "peer-0" / "checkpoints" / "step-00000008")
+    assert (meta["round"], meta["digest"]) == (2, digests[-1])
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+    again = small_trainer(config, LocalSwarm(1).collectives[0], 0, tmp_path / "again")
+    again.resume((tensors, meta), exactly=True)
+    assert again.run().finished
+
+
+def test_a_peer_whose_last_round_was_missed_when_the_others_had_left_says_so_and_saves(tmp_path: Path) -> None:
+    trainer = small_trainer(small_config(peers=1), LocalSwarm(1).collectives[0], 0, tmp_path)
+    trainer.stop.wait = lambda timeout=None: False  # type: ignore[method-assign]
+    finish = trainer.optimizer.finish
+
+    def miss() -> None:
+        finish()
+        trainer.optimizer.needs_state = True
+
+    trainer.optimizer.finish = miss  # type: ignore[method-assign]
+    outcome = trainer.run()
+    assert "this peer has nobody to fetch a state from" in outcome.left_behind
+    assert outcome.score is None
+    checkpoint.verify(tmp_path / "peer-0" / "checkpoints" / "step-00000016")
+
+
+def test_a_peer_that_joins_goes_on_in_its_share_of_the_data(tmp_path: Path) -> None:
+    config = small_config(peers=1)
+    first = small_trainer(config, LocalSwarm(1).collectives[0], 0, tmp_path)
+    for _ in range(8):
+        first.step()
+    donor = Donor(first.optimizer.snapshot)
+    joiner = small_trainer(config, LocalSwarm(1).collectives[0], 0, tmp_path / "joiner", surroundings=donor)
+    joiner.join(observe=False)
+    assert joiner.source.state() == first.source.state()
+
+
+def test_a_run_resumed_on_another_number_of_peers_does_not_begin_its_data_anew(tmp_path: Path) -> None:
+    _run_to_the_end(tmp_path / "two", "diloco")
+    state = checkpoint.load(tmp_path / "two" / "peer-0" / "checkpoints" / "step-00000008")
+    config = small_config(peers=1)
+    trainer = small_trainer(config, LocalSwarm(1).collectives[0], 0, tmp_path / "one")
+    trainer.resume(state, exactly=False)
+    position = trainer.source.state()
+    # Two peers have drawn eight batches of eight each.
+    assert position["epoch"] * trainer.corpus.size + position["sample"] == 2 * 8 * 8
 
 
 def test_a_peer_that_missed_a_round_fetches_the_state_and_agrees_again(tmp_path: Path) -> None:

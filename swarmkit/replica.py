@@ -1,0 +1,197 @@
+"""One replica's way through a run: state, training, answers to signals, an orderly end."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from swarmkit import __version__, checkpoint
+from swarmkit.build import build_trainer, open_corpus, open_stream, pick_device
+from swarmkit.config import Config
+from swarmkit.data.corpus import Corpus
+from swarmkit.exits import EXPECTED, Exit, exit_code
+from swarmkit.metrics import EventLog, PrometheusSink, Sink, TensorBoardSink
+from swarmkit.neighbours import Neighbours, Say
+from swarmkit.peers.hygiene import make_socket_folder
+from swarmkit.peers.node import Node
+from swarmkit.signals import Leaving
+from swarmkit.trainer import Outcome, Trainer
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Place:
+    """Which peer of the run this is, and how it begins."""
+
+    folder: Path  # for events and checkpoints
+    slot: int | None = None  # share of the data; None: the lowest that nobody has
+    joining: bool = False  # the run may be under way: fetch its state first
+    resume: Path | None = None  # checkpoint to begin from
+    exactly: bool = True  # that checkpoint is this peer's own, and all peers' are of the same round
+    expected: int = 1  # replicas to wait for before the first step
+    still_expected: Callable[[int], int] = lambda count: count
+    evaluates_alone: bool = True
+    sinks: Sequence[Sink] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    """How a process ends."""
+
+    code: int = Exit.error
+
+
+@contextlib.contextmanager
+def told_errors(say: Say, tell: Callable[[str], object] = lambda text: None) -> Iterator[Result]:
+    """Turn errors that users can do something about into a line and an exit code."""
+    result = Result()
+    try:
+        yield result
+    except EXPECTED as error:
+        result.code = exit_code(error)
+        say(f"error: {error}")
+        tell(str(error))
+    except Exception as error:
+        tell(f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextlib.contextmanager
+def socket_folder() -> Iterator[str]:
+    """A folder for p2pd's sockets, removed at the end."""
+    folder = make_socket_folder()
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_data(config: Config) -> Corpus:
+    """Load the data, having checked the device: what can be refused is refused before the network starts."""
+    pick_device(config.device)
+    return open_corpus(config)
+
+
+def train(node: Node, config: Config, corpus: Corpus, place: Place, leaving: Leaving, say: Say) -> int:
+    """Train on a started node and return the exit code."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    stop = threading.Event()
+    sinks = [*place.sinks, *_sinks(config, place.folder)]
+    with EventLog(place.folder / "events.jsonl", peer=node.peer_id, sinks=sinks) as events:
+        neighbours = Neighbours(node, config, events=events, stop=stop, say=say)
+        try:
+            return _Replica(node, config, corpus, place, leaving, say, events, neighbours, stop).go()
+        except Exception as error:
+            events.emit("error", text=f"{type(error).__name__}: {error}")
+            raise
+
+
+def _sinks(config: Config, folder: Path) -> list[Sink]:
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(folder))
+    if config.log.prometheus_port:
+        sinks.append(PrometheusSink(config.log.prometheus_port))
+    return sinks
+
+
+class _Replica:
+    def __init__(
+        self,
+        node: Node,
+        config: Config,
+        corpus: Corpus,
+        place: Place,
+        leaving: Leaving,
+        say: Say,
+        events: EventLog,
+        neighbours: Neighbours,
+        stop: threading.Event,
+    ) -> None:
+        self.node, self.config, self.corpus, self.place = node, config, corpus, place
+        self.leaving, self.say = leaving, say
+        self.events, self.neighbours, self.stop = events, neighbours, stop
+
+    def go(self) -> int:
+        slot = self.place.slot
+        if slot is None:
+            slot = self.neighbours.claim_slot()
+        self.node.heartbeat(slot=slot, device=str(pick_device(self.config.device)), version=__version__)
+        collective = self.node.collective(joining=True)
+        trainer = build_trainer(
+            self.config,
+            collective=collective,
+            corpus=self.corpus,
+            source=open_stream(self.config, self.corpus, slot),
+            events=self.events,
+            checkpoints=self.place.folder / "checkpoints",
+            surroundings=self.neighbours,
+            evaluates_alone=self.place.evaluates_alone,
+            slot=slot,
+        )
+        anchor = trainer.optimizer.anchor().values()
+        self.events.emit(
+            "run_start",
+            id=self.node.peer_id,
+            pid=os.getpid(),
+            version=__version__,
+            steps=self.config.steps,
+            slot=slot,
+            parameters=sum(tensor.numel() for tensor in anchor),
+        )
+        trainer.stop = self.stop
+        self.leaving.ready(self.stop.set, collective.close)
+        if self.place.resume is not None:
+            trainer.resume(checkpoint.load(self.place.resume), exactly=self.place.exactly)
+            self.say(f"resumed {self.place.resume} at step {trainer.optimizer.step_count}")
+        code = self._begin(trainer)
+        if code is not None:
+            return code
+        return self._report(trainer.run())
+
+    def _begin(self, trainer: Trainer) -> int | None:
+        """Enter the run; an exit code when that was not possible."""
+        under_way = any(r.state == "training" for r in self.node.refresh() if r.peer_id != self.node.peer_id)
+        if self.place.joining:
+            trainer.join(observe=under_way)
+        self.node.serve_state(trainer.optimizer.snapshot)
+        self.neighbours.change_state("waiting")
+        if not self.neighbours.wait_for(self.place.expected, self.place.still_expected):
+            return self.leaving.exit_code if self.leaving.number is not None else Exit.too_few
+        self.neighbours.change_state("training")
+        self.say(f"training from step {trainer.optimizer.step_count} of {self.config.steps}")
+        return None
+
+    def _report(self, outcome: Outcome) -> int:
+        if outcome.finished and not outcome.left_behind:
+            self.neighbours.linger()
+        fields: dict[str, object] = {
+            "finished": outcome.finished,
+            "left_behind": outcome.left_behind,
+            "rounds_closed": outcome.rounds_closed,
+            "step": outcome.step,
+            "round": outcome.round,
+            "digest": outcome.digest,
+            "tokens": outcome.tokens,
+            "bytes_sent": self.node.bytes_sent,
+            "bytes_received": self.node.bytes_received,
+        }
+        if outcome.score is not None:
+            fields |= {"loss": outcome.score.loss, "bpb": outcome.score.bpb, "accuracy": outcome.score.accuracy}
+        self.events.emit("done", **fields)
+        if outcome.left_behind:
+            self.say(f"left behind: {outcome.left_behind}")
+        self.say(f"{'finished' if outcome.finished else 'left'} at step {outcome.step}, digest {outcome.digest}")
+        if outcome.score is not None:
+            self.say(f"validation loss {outcome.score.loss:.4f} nats, {outcome.score.bpb:.4f} bits")
+        self.node.close(state="done" if outcome.finished else "gone")
+        if outcome.left_behind:
+            return Exit.error
+        if outcome.finished:
+            return Exit.ok
+        return self.leaving.exit_code if self.leaving.number is not None else Exit.too_few

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from swarmkit.optim.allreduce import AllReduce
     from swarmkit.optim.averaging import Averaging, Pending, PlainAveraging
+    from swarmkit.optim.co2 import CO2
     from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
     from swarmkit.optim.diloco import DiLoCo
     from swarmkit.optim.errors import RoundFailed, SwarmError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from swarmkit.optim.synced import SyncedOptimizer, parameter_names
 
 __all__ = [
+    "CO2",
     "AllReduce",
     "Averaging",
     "Collective",
@@ -39,6 +41,7 @@ __all__ = [
 _MODULES = {
     "allreduce": ["AllReduce"],
     "averaging": ["Averaging", "Pending", "PlainAveraging"],
+    "co2": ["CO2"],
     "collective": ["Collective", "Gathered", "Reduced", "RoundKey"],
     "diloco": ["DiLoCo"],
     "errors": ["RoundFailed", "SwarmError"],

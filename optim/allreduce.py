@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.norms import total_norm
-from swarmkit.optim.synced import Closure, Offer, SyncedOptimizer
+from swarmkit.optim.offer import Offer
+from swarmkit.optim.synced import Closure, SyncedOptimizer
 
 
 class AllReduce(SyncedOptimizer):

@@ -1,6 +1,6 @@
 """The anchor: what all members of a round agreed on last, beside the parameters that move away from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ class Anchor:
         self.names = [(names or {}).get(p, f"parameter{i}") for i, p in enumerate(parameters)]
         if len(set(self.names)) < len(self.names):
             raise ValueError("names: two parameters have the same name")
+
+    def part(self, positions: Sequence[int]) -> "Anchor":
+        """Some of the parameters with their anchor: the same tensors, not copies."""
+        found = object.__new__(type(self))
+        found.parameters = [self.parameters[i] for i in positions]
+        found.tensors = [self.tensors[i] for i in positions]
+        found.names = [self.names[i] for i in positions]
+        return found
 
     def named(self) -> dict[str, Tensor]:
         """The anchor by parameter name."""

@@ -1,25 +1,37 @@
-"""DiLoCo: an outer Nesterov step on the averaged pseudo-gradient every H inner steps (arXiv 2311.08105)."""
+"""DiLoCo: outer steps on mean pseudo-gradients (arXiv 2311.08105), eager (2502.12996), in fragments (2501.18512)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.norms import total_norm
+from swarmkit.optim.overlapped import OverlappedOptimizer
 from swarmkit.optim.snapshot import check_form
-from swarmkit.optim.synced import SyncedOptimizer
+
+Eager = bool | Literal["delayed"]
 
 
-class DiLoCo(SyncedOptimizer):
+class DiLoCo(OverlappedOptimizer):
     """Train alone for H inner steps, then move the anchor along the averaged pseudo-gradient (Alg. 1).
 
-    The pseudo-gradient is the anchor minus the local parameters; the outer optimizer is torch's SGD with Nesterov
-    momentum, so v = mu v + g and anchor -= lr (g + mu v): the first outer step moves 1 + mu times outer_lr times the
-    mean, and a constant pseudo-gradient in the end 1 / (1 - mu) times. The anchor and the momentum are float32 whatever
-    the parameters are; a pseudo-gradient counts from the rounded anchor that training started from, so that rounding is
-    never taken for progress. With `outer_lr=1, outer_momentum=0` the outer step is the mean of the parameters: then
-    these are sent instead, unless a codec compresses, and one peer equals its inner optimizer bit for bit.
+    The pseudo-gradient is how far the parameters have come since the window started; the outer optimizer is torch's SGD
+    with Nesterov momentum, so v = mu v + g and anchor -= lr (g + mu v): the first outer step moves 1 + mu times
+    outer_lr times the mean, and a constant pseudo-gradient in the end 1 / (1 - mu) times. The anchor and the momentum
+    are float32 whatever the parameters are; a pseudo-gradient counts from the rounded anchor that training started
+    from, so that rounding is never taken for progress. With `outer_lr=1, outer_momentum=0` the outer step is the mean
+    of the parameters: then these are sent instead, unless a codec compresses or rounds overlap, and one peer equals its
+    inner optimizer bit for bit.
+
+    `eager=True` sends in the background while the next window runs and goes on at once from the shared state, which is
+    one round late, and this peer's own newest part of it; `eager="delayed"` from the shared state alone.
+
+    `fragments=k` cuts the model into k parts that meet one after the other, a k-th of a window apart: the same bytes,
+    a k-th of the peak. `fragment_by` says how (see `partition`). A fragment's result is adopted `overlap_steps` inner
+    steps after its round began, as `mixing` times the local parameters plus 1 - mixing times the anchor; with `eager`
+    when the fragment's next round begins.
     """
 
     def __init__(
@@ -29,20 +41,29 @@ class DiLoCo(SyncedOptimizer):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        **options: Any,  # noqa: ANN401 - see SyncedOptimizer
+        eager: Eager = False,
+        overlap_steps: int = 0,
+        mixing: float = 0.0,
+        **options: Any,  # noqa: ANN401 - see OverlappedOptimizer and SyncedOptimizer
     ) -> None:
-        if not outer_lr >= 0:
-            raise ValueError(f"outer_lr={outer_lr}: must not be negative")
-        if not 0 <= outer_momentum < 1:
-            raise ValueError(f"outer_momentum={outer_momentum}: must be at least 0 and below 1")
-        self._outer_lr = outer_lr
-        self._outer_momentum = outer_momentum
-        self._nesterov = nesterov and outer_momentum > 0
-        super().__init__(inner, **options)
+        if eager not in (False, True, "delayed"):
+            raise ValueError(f"eager={eager!r}: must be True, False or 'delayed'")
+        if eager and (overlap_steps or mixing):
+            raise ValueError(f"overlap_steps={overlap_steps}, mixing={mixing}: with eager a round has a whole window")
+        super().__init__(
+            inner,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            nesterov=nesterov,
+            delay=None if eager else overlap_steps,
+            mixing=mixing,
+            lead="share" if eager is True else "nothing",
+            **options,
+        )
 
     @property
     def _is_mean(self) -> bool:
-        return self._outer_lr == 1 and self._outer_momentum == 0 and self.is_plain
+        return self.outer_lr == 1 and self.outer_momentum == 0 and self.is_plain and self._delay == 0
 
     @property
     def round_name(self) -> str:  # type: ignore[override]
@@ -53,31 +74,28 @@ class DiLoCo(SyncedOptimizer):
         super()._adopt_parameters()
         self.outer = torch.optim.SGD(
             self._anchor.tensors,
-            lr=self._outer_lr,
-            momentum=self._outer_momentum,
-            nesterov=self._nesterov,
+            lr=self.outer_lr,
+            momentum=self.outer_momentum,
+            nesterov=self.nesterov,
             foreach=True,
         )
 
-    def _contribution(self, observe: bool) -> list[Tensor]:
-        if self._is_mean:
-            return [torch.zeros_like(p) if observe else p.detach() for p in self._anchor.parameters]
-        if observe:
-            return [torch.zeros_like(held) for held in self._anchor.tensors]
-        return list(torch._foreach_sub(self._anchor.rounded(), self._anchor.local()))
+    def _offered(self, fragment: Fragment) -> list[Tensor]:
+        return [p.detach() for p in fragment.part.parameters] if self._is_mean else fragment.progress()
 
-    def _apply(self, mean: list[Tensor], exact: list[Tensor]) -> float:
+    def _outer_step(self, fragment: Fragment, mean: list[Tensor], exact: list[Tensor]) -> float:
+        part = fragment.part
+        found = part.like(mean)
         if self._is_mean:
-            new = self._anchor.like(mean)
-            norm = total_norm(torch._foreach_sub(self._anchor.tensors, new))
-            self._anchor.assign(new)
-        else:
-            norm = total_norm(mean)
-            for held, gradient in zip(self._anchor.tensors, self._anchor.like(mean), strict=True):
-                held.grad = gradient
-            self.outer.step()
-            self.outer.zero_grad()
-        self._anchor.restore()
+            norm = total_norm(torch._foreach_sub(part.tensors, found))
+            part.assign(found)
+            return norm
+        norm = total_norm(found)  # before the step, which adds the momentum to the gradients in place
+        # The optimizer leaves the tensors of other fragments alone: they have no gradient.
+        for held, gradient in zip(part.tensors, found, strict=True):
+            held.grad = gradient
+        self.outer.step()
+        self.outer.zero_grad()
         return norm
 
     def _outer_tensors(self) -> dict[str, Tensor]:
@@ -89,9 +107,13 @@ class DiLoCo(SyncedOptimizer):
         return found
 
     def _check_outer(self, tensors: Mapping[str, Tensor]) -> None:
-        # Before the first outer step there is no momentum yet, and without momentum there never is.
-        wanted = self._anchor.named() if tensors and self._outer_momentum else {}
-        check_form("outer", tensors, {f"{name}/momentum_buffer": held for name, held in wanted.items()})
+        wanted: dict[str, Tensor] = {}
+        for fragment in self._fragments:
+            named = {f"{name}/momentum_buffer": held for name, held in fragment.part.named().items()}
+            # Before a fragment's first outer step there is no momentum yet, and without momentum there never is.
+            if self.outer_momentum and (tensors.keys() & named.keys() or (tensors and self._count == 1)):
+                wanted |= named
+        check_form("outer", tensors, wanted)
 
     def _load_outer(self, tensors: Mapping[str, Tensor]) -> None:
         self.outer.state.clear()

@@ -16,7 +16,10 @@ class RoundReport:
     bytes_received: int = 0
     seconds: float = 0.0  # how long the round took
     waited: float = 0.0  # of these, until the slowest member had come
+    exposed: float = 0.0  # seconds that training stood still for it
     overlap: float = 0.0  # share of the round hidden behind computation
     pseudo_gradient_norm: float = 0.0  # L2 norm of the averaged update
+    staleness_penalty: float = 1.0  # what the update was divided by because it came late
+    clipped: float = 0.0  # share of the outer momentum's values that were clipped
     failed: str | None = None  # why nothing was applied, or why nothing was contributed
     missed: bool = False  # the others closed the round without this peer

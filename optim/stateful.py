@@ -182,6 +182,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """What a strategy adds to "synced"; called under the lock."""
         return {}
 
+    def _check_own_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError naming what of `_own_state` does not fit."""
+
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         """Adopt what `_own_state` gave, out of "synced"; called under the lock."""
 
@@ -196,6 +199,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
         check_form("anchor", dict(zip(self._anchor.names, synced["anchor"], strict=True)), self.anchor())
         self._check_outer(synced["outer"])
+        self._check_own_state(synced)
         averagings = self._averagings()
         if len(synced["averaging"]) != len(averagings):
             raise ValueError(f"state of {len(synced['averaging'])} averagings, this optimizer has {len(averagings)}")

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,24 +12,15 @@ from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.norms import all_finite
+from swarmkit.optim.offer import Offer
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.schedule import Every, Schedule
 from swarmkit.optim.snapshot import drop_broken_state
 from swarmkit.optim.stateful import StatefulOptimizer
 
-__all__ = ["Closure", "Offer", "RoundReport", "SyncedOptimizer", "next_lineage", "parameter_names"]
+__all__ = ["Closure", "RoundReport", "SyncedOptimizer", "next_lineage", "parameter_names"]
 
 Closure = Callable[[], Any]
-
-
-@dataclass(slots=True)
-class Offer:
-    """What a peer brings to a round."""
-
-    tensors: list[Tensor]  # a codec may compress these
-    exact: list[Tensor] = field(default_factory=list)  # but not these; buffers come last
-    weight: float = 0.0
-    trouble: str | None = None  # why nothing but zeros of weight 0 is offered
 
 
 def next_lineage(lineage: str, key: RoundKey, id: str) -> str:
@@ -119,9 +110,14 @@ class SyncedOptimizer(StatefulOptimizer):
         loss = self._inner_step(closure)
         self.step_count += 1
         self._unsent_steps += 1
+        self._meet_if_due()
+        return loss
+
+    def _meet_if_due(self) -> None:
+        """Synchronise if the step that was just taken ends a window."""
+        assert self._window is not None
         if self.step_count - self._synced_step >= self._window:
             self._synchronise()
-        return loss
 
     def _inner_step(self, closure: Closure | None) -> Any:  # noqa: ANN401
         if not self._unscale():
@@ -229,6 +225,7 @@ class SyncedOptimizer(StatefulOptimizer):
             bytes_received=reduced.bytes_received,
             seconds=reduced.seconds,
             waited=reduced.waited,
+            exposed=reduced.seconds,
             pseudo_gradient_norm=norm,
             failed=offer.trouble,
         )

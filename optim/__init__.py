@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from swarmkit.optim.averaging import Averaging, Pending, PlainAveraging
     from swarmkit.optim.co2 import CO2
     from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
+    from swarmkit.optim.demo import DeMo
     from swarmkit.optim.diloco import DiLoCo
     from swarmkit.optim.errors import RoundFailed, SwarmError
     from swarmkit.optim.local_sgd import LocalSGD
@@ -20,6 +21,7 @@ __all__ = [
     "AllReduce",
     "Averaging",
     "Collective",
+    "DeMo",
     "DiLoCo",
     "Every",
     "Gathered",
@@ -43,6 +45,7 @@ _MODULES = {
     "averaging": ["Averaging", "Pending", "PlainAveraging"],
     "co2": ["CO2"],
     "collective": ["Collective", "Gathered", "Reduced", "RoundKey"],
+    "demo": ["DeMo"],
     "diloco": ["DiLoCo"],
     "errors": ["RoundFailed", "SwarmError"],
     "local_sgd": ["LocalSGD"],

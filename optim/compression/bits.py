@@ -1,6 +1,7 @@
 """Integers of 1 to 16 bits packed into bytes without gaps, and back."""
 
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     short = -flat.numel() % group
     if short:
         flat = torch.cat([flat, flat.new_zeros(short)])
+    if width == 1 and sys.byteorder == "little":
+        # A view as wider numbers wants to start at an even byte.
+        return _halved(flat.clone() if flat.storage_offset() % 2 else flat, bits)[:size]
     columns = flat.view(-1, group)
     packed = torch.empty(columns.shape[0], width, dtype=torch.uint8, device=flat.device)
     for byte in range(width):
@@ -59,6 +63,8 @@ def unpack_bits(packed: Tensor, bits: int, count: int, dtype: torch.dtype = torc
     short = -size % width
     if short:
         packed = torch.cat([packed, packed.new_zeros(short)])
+    if width == 1 and sys.byteorder == "little":
+        return _doubled(packed, bits)[:count].to(dtype)
     columns = packed.view(-1, width)
     if bits > 8:
         columns = columns.to(torch.int32)
@@ -73,6 +79,26 @@ def unpack_bits(packed: Tensor, bits: int, count: int, dtype: torch.dtype = torc
         assert whole is not None
         values[:, value] = whole.bitwise_and_(2**bits - 1)
     return values.view(-1)[:count]
+
+
+def _halved(values: Tensor, bits: int) -> Tensor:
+    """Bytes of 1, 2 or 4 bits each pushed together pair by pair, until they are full."""
+    while bits < 8:
+        pairs = values.view(torch.int16)
+        values = (pairs >> (8 - bits)).bitwise_or_(pairs).to(torch.uint8)
+        bits *= 2
+    return values
+
+
+def _doubled(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `_halved`."""
+    wide = 4
+    while wide >= bits:
+        pairs = packed.to(torch.int16)
+        mask = 2**wide - 1
+        packed = (pairs << (8 - wide)).bitwise_or_(pairs).bitwise_and_(mask << 8 | mask).view(torch.uint8)
+        wide //= 2
+    return packed
 
 
 def _group(bits: int) -> tuple[int, int]:

@@ -214,6 +214,21 @@ def spans(total: int, multiple: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
+def run_tops(flat: Tensor, run: int) -> Tensor:
+    """The largest magnitude of each run of that many elements."""
+    found = torch.empty(flat.numel() // run, device=flat.device)
+    for span in spans(flat.numel(), run, flat.device):
+        # Several times as fast as a norm.
+        torch.amax(flat[span].view(-1, run).abs(), 1, out=found[span.start // run : span.stop // run])
+    return found
+
+
+def tensor_tops(flat: Tensor, layout: Layout) -> Tensor:
+    """The largest magnitude of each tensor; 0 for an empty one."""
+    tops = flat.new_zeros(len(layout.shapes))
+    return tops.scatter_reduce_(0, layout.owners, run_tops(flat, layout.align), "amax")
+
+
 def check_part(part: Tensor, what: str, dtype: torch.dtype, count: int) -> Tensor:
     """A part of a payload, or ValueError when it is of another dtype or size."""
     if part.dtype != dtype or part.dim() != 1 or part.numel() != count:

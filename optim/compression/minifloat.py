@@ -14,7 +14,9 @@ from swarmkit.optim.compression.codec import (
     check_part,
     check_parts,
     check_scales,
+    run_tops,
     spans,
+    tensor_tops,
     worthwhile,
 )
 
@@ -61,13 +63,7 @@ class E3M0:
 
     def scales(self, flat: Tensor, layout: Layout) -> Tensor:
         """One scale a block or a tensor; 0 where all is too small for levels of normal numbers."""
-        if self.block is not None:
-            parts = [flat[span] for span in spans(flat.numel(), self.block, flat.device)]
-            tops = [part.view(-1, self.block).abs().amax(1) for part in parts]
-            top = torch.cat(tops) if tops else flat.new_empty(0)
-        else:
-            views = [view if view.numel() else flat.new_zeros(1) for view in layout.views(flat)]
-            top = torch.stack(torch._foreach_norm(views, math.inf)) if views else flat.new_empty(0)
+        top = run_tops(flat, self.block) if self.block is not None else tensor_tops(flat, layout)
         return torch.where(top >= _TINY / _SMALLEST, top, 0.0)
 
     def encode(
@@ -83,9 +79,9 @@ class E3M0:
             # zero and the lowest level is a power of two instead.
             negative = (share < 0).to(torch.uint8)
             magnitude = share.abs_()
-            small = magnitude < _SMALLEST / 2
+            large = (magnitude >= _SMALLEST / 2).to(torch.uint8)
             level = magnitude.clamp_(_SMALLEST, 1.0).view(torch.int32).add_(1 << 22).bitwise_right_shift_(23)
-            digit = level.sub_(120).to(torch.uint8).masked_fill_(small, 0)
+            digit = level.sub_(120).to(torch.uint8).mul_(large)
             codes[span.start // 2 : span.stop // 2] = pack_bits(digit.bitwise_or_(negative << 3), 4)
         return [codes, scales]
 

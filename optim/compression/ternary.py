@@ -14,6 +14,7 @@ from swarmkit.optim.compression.codec import (
     check_parts,
     check_scales,
     spans,
+    tensor_tops,
     worthwhile,
 )
 
@@ -61,18 +62,19 @@ class TernGrad:
 
     def scales(self, flat: Tensor, layout: Layout) -> Tensor:
         """One scale a tensor."""
-        views = layout.views(flat)
-        if not views:
-            return flat.new_empty(0)
-        # An empty tensor has no largest magnitude.
-        views = [view if view.numel() else flat.new_zeros(1) for view in views]
-        top = torch.stack(torch._foreach_norm(views, math.inf))
+        top = tensor_tops(flat, layout)
         if self.clip is not None:
+            squares = torch.empty(layout.owners.numel(), dtype=torch.float64, device=flat.device)
             # Relative to the largest, so that no square overflows or vanishes.
-            inverse = torch.where(top >= _TINY, top, 1.0).reciprocal()
-            norms = torch.stack(torch._foreach_norm(torch._foreach_mul(views, list(inverse.unbind())), 2))
-            sizes = torch.tensor([view.numel() for view in views], device=flat.device)
-            top = torch.minimum(top, self.clip * norms / sizes.sqrt() * top)
+            inverse = torch.where(top >= _TINY, top, 1.0).reciprocal()[layout.owners]
+            for span in spans(layout.total, _RUN, flat.device):
+                runs = slice(span.start // _RUN, span.stop // _RUN)
+                squares[runs] = (flat[span].view(-1, _RUN) * inverse[runs, None]).square_().sum(1)
+            # Differences of one running sum: adding up by tensor has no fixed order on some devices.
+            ends = torch.tensor(layout.offsets, device=flat.device) // _RUN
+            sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])[ends].diff()
+            sizes = torch.tensor(layout.sizes, device=flat.device).clamp(min=1)
+            top = torch.minimum(top, self.clip * (sums / sizes).sqrt().float() * top)
         # The inverse of a smaller one is infinite.
         return torch.where(top >= _TINY, top, 0.0)
 

@@ -1,5 +1,7 @@
 """Bit packing: what comes back, how large it is, what it refuses."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,12 +22,16 @@ def test_what_is_packed_comes_back_in_the_fewest_bytes(bits: int, count: int, se
     assert found.tolist() == values.tolist()
 
 
+@pytest.mark.parametrize("order", ["little", "big"])
 @pytest.mark.parametrize("bits", range(1, 17))
-def test_the_stream_is_lowest_bit_first_without_gaps(bits: int) -> None:
+def test_the_stream_is_lowest_bit_first_without_gaps(bits: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bits < 16:
+        monkeypatch.setattr(sys, "byteorder", order)
     values = [(2**bits - 1) * (i % 2) ^ (i % 2**bits) for i in range(21)]
     stream = sum(value << (bits * i) for i, value in enumerate(values))
     packed = pack_bits(torch.tensor(values), bits)
     assert bytes(packed.tolist()) == stream.to_bytes(packed_bytes(21, bits), "little")
+    assert unpack_bits(packed, bits, 21).tolist() == values
 
 
 def test_two_values_of_twelve_bits_are_three_bytes() -> None:
@@ -37,6 +43,15 @@ def test_two_values_of_twelve_bits_are_three_bytes() -> None:
 def test_any_integer_dtype_and_shape_packs_alike(dtype: torch.dtype) -> None:
     values = torch.arange(12).reshape(3, 4).t()
     assert torch.equal(pack_bits(values.to(dtype), 4), pack_bits(values.reshape(-1), 4))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_a_view_into_the_middle_of_another_tensor_packs_and_unpacks(bits: int) -> None:
+    values = torch.arange(17, dtype=torch.uint8) % 2
+    packed = pack_bits(values[1:], bits)
+    assert torch.equal(packed, pack_bits(values[1:].clone(), bits))
+    payload = torch.cat([packed.new_zeros(3), packed])
+    assert unpack_bits(payload[3:], bits, 16).tolist() == values[1:].tolist()
 
 
 def test_packing_never_returns_the_input_itself() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.norms import total_norm
+from swarmkit.optim.offer import Offer
 from swarmkit.optim.overlapped import OverlappedOptimizer
 from swarmkit.optim.snapshot import check_form
 
@@ -91,6 +92,10 @@ class CO2(OverlappedOptimizer):
         self._moved = self.outer_lr * total_norm(self.momentum)
         self._last = (penalty, clipped)
         return norm
+
+    def _on_failure(self, offer: Offer) -> None:
+        if self.penalty == "gap" and self._delay != 0 and offer.weight > 0:
+            self._moved += float(offer.exact[0])  # what is offered again has begun where the lost offer began
 
     def _next_penalty(self, exact: list[Tensor]) -> float:
         if self.penalty != "gap":

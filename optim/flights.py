@@ -103,6 +103,7 @@ class FlyingOptimizer(FragmentedOptimizer):
                 fragment.steps += flight.steps
                 if self._delay is None and flight.offer.weight > 0:
                     fragment.kept = flight.offer.tensors
+                self._on_failure(flight.offer)
                 flight.report = replace(report, failed=flight.offer.trouble or error.reason, missed=error.missed)
             self.needs_state = self.needs_state or error.missed
         else:

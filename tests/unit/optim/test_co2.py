@@ -14,6 +14,7 @@ from swarmkit.peers.local import LocalCollective, LocalSwarm
 from tests.unit.optim import by_hand
 from tests.unit.optim.replicas import Net, Quadratics, adamw, held_out_loss, same, sgd, train, trajectories
 from tests.unit.optim.rounding import Rounding
+from tests.unit.optim.simulated import Clock, SimulatedCollective
 
 START = torch.linspace(-1, 1, 5, dtype=torch.float64)
 LR, TAU, ROUNDS = 0.1, 4, 7
@@ -223,6 +224,26 @@ def test_the_penalty_is_agreed_on_bit_for_bit_and_survives_a_codec() -> None:
     left, right = LocalSwarm(2).run(task)
     assert left == right
     assert len(left) == 6
+
+
+def test_what_a_failed_round_offered_is_penalised_for_its_whole_age_when_it_comes_in() -> None:
+    def penalties(failing: list[int]) -> tuple[list[float], list[float]]:
+        x = torch.nn.Parameter(START.clone())
+        collective = SimulatedCollective(Clock(), 1.0, failing=failing)
+        optimizer = CO2(sgd([x]), collective=collective, sync=Every(2), outer_momentum=0.0, clip=None)
+        found: list[float] = []
+        optimizer.on_round.append(lambda report: found.append(report.staleness_penalty))
+        for _ in range(10):
+            x.grad = torch.ones_like(x)
+            optimizer.step()
+        gaps = [float(tensors[1]) for _, _, tensors in collective.offered]
+        return found, gaps
+
+    found, gaps = penalties([])
+    assert (found[:2], gaps[:2]) == ([1.0, 2.0], [0.0, pytest.approx(gaps[1])])
+    found, gaps = penalties([1])
+    assert found[:3] == [1.0, 1.0, 2.0]  # the second failed: its report has no penalty
+    assert gaps[2] == gaps[1] > 0
 
 
 def test_learns() -> None:

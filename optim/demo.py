@@ -48,6 +48,7 @@ class DeMo(SyncedOptimizer):
         alpha: float = 1.0,
         values: str = "sign",
         sign: bool = False,
+        normalise: bool = True,
         average: str = "senders",
         **options: Any,  # noqa: ANN401 - see SyncedOptimizer
     ) -> None:
@@ -61,7 +62,7 @@ class DeMo(SyncedOptimizer):
             raise ValueError(f"average={average!r}: must be one of {', '.join(AVERAGES)}")
         if options.get("averaging") is not None:
             raise ValueError("averaging: DeMo sends coefficients of its own, which no codec takes; see values")
-        self.beta, self.sign, self.average = beta, sign, average
+        self.beta, self.sign, self.normalise, self.average = beta, sign, normalise, average
         self._k, self._chunk, self._values, self._alpha = k, chunk, values, alpha
         self._trouble: str | None = None  # why this window's gradients are not to be trusted
         super().__init__(inner, **options)
@@ -127,7 +128,7 @@ class DeMo(SyncedOptimizer):
         arrived, self.averaging.arrived = self.averaging.arrived, []
         gradients = [_writable(parameter) for parameter in self._anchor.parameters]
         merged = Mean(self.averaging.momentum.chunks, arrived, self.average)
-        norm = merged.decode(gradients, sign=self.sign)
+        norm = merged.decode(gradients, sign=self.sign, normalise=self.normalise)
         present = torch.stack([contribution.present for contribution in arrived]).any(0).tolist()
         for parameter, gradient, some in zip(self._anchor.parameters, gradients, present, strict=True):
             # Where nobody has had a gradient, the inner optimizer shall leave the parameter alone.

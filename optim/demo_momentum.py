@@ -11,6 +11,8 @@ from swarmkit.optim.dct import Block, Chunks, Group
 from swarmkit.optim.demo_payload import Sparse
 from swarmkit.optim.top_k import top_k
 
+_LEAST = 1e-30  # norm of a chunk that can be scaled to another; those of less become 0
+
 
 class Weighted(Protocol):
     """Entries by group of chunks, and what they weigh."""
@@ -80,17 +82,25 @@ class Mean:
         self._weights = [member.weight for member in members]
         self._average = average
 
-    def decode(self, tensors: Sequence[Tensor], *, sign: bool) -> float:
-        """Write the mean, or its signs, into the tensors; returns the L2 norm of the mean."""
+    def decode(self, tensors: Sequence[Tensor], *, sign: bool = False, normalise: bool = False) -> float:
+        """Write the mean into the tensors, or its signs, or its chunks scaled to a root mean square of 1.
+
+        Returns the L2 norm of the mean.
+        """
         outputs = self._chunks.outputs(tensors)
-        squares: list[Tensor] = []
+        found: list[Tensor] = []
         for i, group in enumerate(self._chunks.groups):
             for block in group.blocks:
                 chunks = self._decode(group, block, [member[i] for member in self._members])
-                squares.append(torch.linalg.vector_norm(chunks))
-                self._chunks.store(group, block, chunks.sign_() if sign else chunks, outputs)
+                norms = torch.linalg.vector_norm(chunks, dim=1, keepdim=True)
+                found.append(norms.norm())
+                if sign:
+                    chunks.sign_()
+                elif normalise:
+                    chunks.mul_(torch.where(norms > _LEAST, math.sqrt(group.area) / norms, 0))
+                self._chunks.store(group, block, chunks, outputs)
         self._chunks.collect(outputs, tensors)
-        return float(torch.stack(squares).norm()) if squares else 0.0
+        return float(torch.stack(found).norm()) if found else 0.0
 
     def _decode(self, group: Group, block: Block, parts: Iterable[Sparse]) -> Tensor:
         rows = slice(block.start, block.start + block.count)

@@ -47,10 +47,11 @@ def make_demo(
     lr: float = LR,
     chunk: int = CHUNK,
     weight_decay: float = 0.0,
+    normalise: bool = False,
     **options: object,
 ) -> DeMo:
     sgd = torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay)
-    return DeMo(sgd, collective=collective, k=k, chunk=chunk, **options)  # type: ignore[arg-type]
+    return DeMo(sgd, collective=collective, k=k, chunk=chunk, normalise=normalise, **options)  # type: ignore[arg-type]
 
 
 def run(
@@ -235,6 +236,26 @@ def test_one_bit_of_a_single_coefficient_loses_nothing_under_the_sign(beta: floa
     ((one_bit, _),) = run(make=partial(make, values="sign"), steps=steps)
     ((exact, _),) = run(make=partial(make, values="float32"), steps=steps)
     assert share_that_differs(one_bit, exact, LR / 2) == 0
+
+
+def test_normalised_chunks_all_move_by_the_learning_rate() -> None:
+    make = partial(make_demo, normalise=True)
+    ((found, optimizer),) = run(make=make, steps=1)
+    for after, before in zip(found, start(), strict=True):
+        moved = to_chunks((before.detach() - after) / LR)
+        torch.testing.assert_close(moved.square().mean(1), torch.ones(len(moved)), rtol=0, atol=1e-5)
+    ((plain, _),) = run(make=partial(make, normalise=False), steps=1)
+    for after, other, before in zip(found, plain, start(), strict=True):
+        left, right = (to_chunks(before.detach() - x) for x in (after, other))
+        torch.testing.assert_close(torch.cosine_similarity(left, right), torch.ones(len(left)), rtol=0, atol=1e-5)
+    assert optimizer.last_report is not None
+    assert optimizer.last_report.pseudo_gradient_norm > 0
+
+
+def test_chunks_of_zeros_stay_zeros_when_normalised() -> None:
+    make = partial(make_demo, normalise=True)
+    ((found, _),) = run(lambda rank, step, i: torch.zeros(SHAPES[i]), make=make)
+    assert all(torch.equal(a, b.detach()) for a, b in zip(found, start(), strict=True))
 
 
 # -- planted slips ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 
 from swarmkit.config import Config
-from swarmkit.strategy import DiLoCoConfig, SyncRule
+from swarmkit.inner import SGDConfig
+from swarmkit.strategy import DeMoConfig, DiLoCoConfig, SyncRule
 
 # Outer momentum of 0.9 takes tens of rounds to settle; below this, plain averaging (local_sgd) was better.
 MIN_OUTER_ROUNDS = 100
@@ -13,6 +14,11 @@ MIN_OUTER_ROUNDS = 100
 def notes(config: Config) -> Iterator[str]:
     """Yield one line for each setting that is legal but unwise, with what to do."""
     strategy = config.strategy
+    if isinstance(strategy, DeMoConfig) and not isinstance(config.optimizer, SGDConfig):
+        yield (
+            f"strategy=demo with optimizer={config.optimizer.name}: the momentum is DeMo's own; "
+            "use optimizer=sgd optimizer.momentum=0, with a learning rate about a hundred times that of adamw"
+        )
     if isinstance(strategy, DiLoCoConfig) and strategy.sync.rule is SyncRule.every:
         rounds = math.ceil(config.steps / strategy.sync.h)
         if rounds < MIN_OUTER_ROUNDS and strategy.outer_momentum > 0:

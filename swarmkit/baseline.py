@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from swarmkit.build import Together, build_trainer, open_corpus, open_stream
+from swarmkit.compression import CompressionConfig
 from swarmkit.config import config_from_json
+from swarmkit.inner import AdamWConfig
 from swarmkit.link_sink import LinkSink
 from swarmkit.metrics import EventLog
 from swarmkit.peers.local import LocalSwarm
 from swarmkit.processes import Link
 from swarmkit.signals import Leaving
-from swarmkit.strategy import AllReduceConfig
+from swarmkit.strategy import AllReduceConfig, DeMoConfig
 
 
 def run_baseline(end: socket.socket, arguments: Mapping[str, Any]) -> int:
@@ -29,7 +31,14 @@ def run_baseline(end: socket.socket, arguments: Mapping[str, Any]) -> int:
     leaving = Leaving(float(arguments["leave_s"]))
     leaving.install()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    alone = dataclasses.replace(config, accumulate=config.accumulate * config.peers, strategy=AllReduceConfig())
+    alone = dataclasses.replace(
+        config,
+        accumulate=config.accumulate * config.peers,
+        strategy=AllReduceConfig(),
+        compression=CompressionConfig(),
+        # DeMo is the optimizer itself; what it wraps would be a poor one alone.
+        optimizer=AdamWConfig() if isinstance(config.strategy, DeMoConfig) else config.optimizer,
+    )
     folder = Path(arguments["folder"])
     corpus = open_corpus(config)
     # accumulate counts in turns, so that a step reads what the peers' micro-batches of that step were.

@@ -12,10 +12,11 @@ from swarmkit.data.corpus import Batch, Corpus
 from swarmkit.data.sources import load_corpus
 from swarmkit.data.stream import Stream
 from swarmkit.errors import ConfigError
+from swarmkit.inner import build_inner
 from swarmkit.models.build import build_model, context_of
 from swarmkit.optim import Collective
 from swarmkit.optim.synced import SyncedOptimizer, parameter_names
-from swarmkit.strategy import build_inner, build_strategy
+from swarmkit.strategy import build_strategy
 from swarmkit.surroundings import Events, Source, Surroundings
 from swarmkit.trainer import Trainer
 
@@ -87,6 +88,9 @@ def build_optimizer(config: Config, model: nn.Module, collective: Collective) ->
         config.strategy,
         build_inner(config.optimizer, [p for p in model.parameters() if p.requires_grad]),
         collective=collective,
+        compression=config.compression,
+        clip=config.optimizer.clip or None,
+        seed=config.seed,
         total_steps=config.steps,
         warmup_steps=config.optimizer.warmup(config.steps),
         names=parameter_names(model),

@@ -17,7 +17,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from swarmkit.config import GROUPS, Config, to_config
 from swarmkit.errors import ConfigError
 
-_DEFAULT_CHOICES = {"model": "gpt", "data": "stdlib", "strategy": "local_sgd", "optimizer": "adamw", "network": "local"}
+_DEFAULT_CHOICES = {
+    "model": "gpt",
+    "data": "stdlib",
+    "strategy": "local_sgd",
+    "compression": "none",
+    "optimizer": "adamw",
+    "network": "local",
+}
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
@@ -91,8 +98,6 @@ def _refuse(override: str, overrides: Sequence[str]) -> str | None:
     if sign:
         return f"{override}: {key} exists already; write {key}={value}"
     choice = value.strip("'\"")
-    if key == "compression" and choice not in GROUPS[key]:
-        return f"{override}: no such compression in this version; use compression=none"
     if key in GROUPS and choice not in GROUPS[key]:
         return f"{override}: no such {key}; {_nearest(choice, list(GROUPS[key]))}"
     return None

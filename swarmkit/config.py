@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from swarmkit.checks import at_least, positive
+from swarmkit.compression import CODEC_CONFIGS, CompressionConfig
 from swarmkit.data.config import (
     DataConfig,
     DigitsConfig,
@@ -23,16 +24,15 @@ from swarmkit.data.config import (
     TextConfig,
 )
 from swarmkit.errors import ConfigError
+from swarmkit.inner import AdamWConfig, OptimizerConfig, SGDConfig
 from swarmkit.models.config import GPTConfig, HFModelConfig, MLPConfig, ModelConfig, ResNetConfig, ViTConfig
 from swarmkit.network_config import NetworkConfig
 from swarmkit.strategy import (
-    AdamWConfig,
     AllReduceConfig,
-    CompressionConfig,
+    CO2Config,
+    DeMoConfig,
     DiLoCoConfig,
     LocalSGDConfig,
-    OptimizerConfig,
-    SGDConfig,
     StrategyConfig,
 )
 
@@ -167,6 +167,11 @@ def _problems(config: Config) -> Iterator[str]:
             f"strategy.sync.h={sync.h}: longer than the whole training (steps={config.steps}); "
             "the peers would meet only once, at the end"
         )
+    if isinstance(config.strategy, DeMoConfig) and config.compression.name != "none":
+        yield (
+            f"compression={config.compression.name}: strategy=demo sends DCT coefficients, which no codec takes; "
+            "set strategy.values and strategy.k instead, with compression=none"
+        )
     if config.optimizer.warmup(config.steps) >= config.steps >= 1:
         yield f"optimizer.warmup_steps={config.optimizer.warmup_steps}: must be below steps={config.steps}"
     if not 0 <= config.seed < MAX_NUMBER:
@@ -201,8 +206,14 @@ GROUPS: dict[str, dict[str, type]] = {
         "hf": HFDataConfig,
         "synthetic": SyntheticConfig,
     },
-    "strategy": {"allreduce": AllReduceConfig, "local_sgd": LocalSGDConfig, "diloco": DiLoCoConfig},
-    "compression": {"none": CompressionConfig},
+    "strategy": {
+        "allreduce": AllReduceConfig,
+        "local_sgd": LocalSGDConfig,
+        "diloco": DiLoCoConfig,
+        "co2": CO2Config,
+        "demo": DeMoConfig,
+    },
+    "compression": CODEC_CONFIGS,
     "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig},
     "network": {"local": NetworkConfig, "lan": NetworkConfig, "wan": NetworkConfig},
 }

@@ -2,7 +2,7 @@
 
 import math
 
-from swarmkit.strategy import LRShape, OptimizerConfig
+from swarmkit.inner import LRShape, OptimizerConfig
 
 
 def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> float:

@@ -3,15 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmkit.checks import at_least, in_range, positive
+from swarmkit.compression import CompressionConfig, build_averaging
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from swarmkit.optim import Collective, Schedule, SyncedOptimizer
+    from swarmkit.optim.averaging import Averaging
 
 
 class SyncRule(Enum):
@@ -19,6 +21,13 @@ class SyncRule(Enum):
 
     every = "every"  # h inner steps
     qsr = "qsr"  # the Quadratic Synchronization Rule: more steps as the learning rate falls
+
+
+class FragmentBy(Enum):
+    """How a model is cut into fragments."""
+
+    strided = "strided"  # layers dealt out in turn, so that every fragment has early and late ones
+    layer = "layer"  # runs of neighbouring layers
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,104 +83,101 @@ class DiLoCoConfig(StrategyConfig):
     outer_lr: float = 0.7  # of the step along the averaged pseudo-gradient
     outer_momentum: float = 0.9  # 0 with outer_lr=1 is plain parameter averaging
     nesterov: bool = True  # look ahead along the momentum
+    eager: bool | str = False  # true: rounds overlap the next window; delayed: the naive form, for comparison
+    fragments: int = 1  # parts of the model that meet one after the other; 1 sends the whole model at once
+    fragment_by: FragmentBy = FragmentBy.strided  # how the model is cut into fragments
+    overlap_steps: int = 0  # inner steps from the start of a round until its result is adopted; not with eager
+    mixing: float = 0.0  # share of the local parameters that is kept when a result is adopted
 
     def __post_init__(self) -> None:
         positive("strategy", self, "outer_lr")
         in_range("strategy", self, 0.0, 1.0, "outer_momentum")
-
-
-@dataclass(kw_only=True, slots=True)
-class CompressionConfig:
-    """How payloads are encoded on the wire."""
-
-    name: str = "none"
-
-
-class LRShape(Enum):
-    """How the learning rate goes after the warm-up."""
-
-    constant = "constant"
-    cosine = "cosine"
-    linear = "linear"
-    step = "step"
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
-    """The inner optimizer and its learning rate."""
-
-    name: str = "adamw"  # adamw or sgd; set by the choice of the group
-    lr: float = 3e-3  # peak learning rate
-    weight_decay: float = 0.1  # of matrices; vectors are not decayed
-    clip: float = 1.0  # largest L2 norm of a gradient; 0 does not clip
-    warmup_steps: int | None = None  # of a linear warm-up; none: a tenth of training
-    schedule: LRShape = LRShape.cosine  # after the warm-up
-    final_lr: float = 0.1  # share of the peak that schedules cosine and linear end on
-    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # schedule=step: shares of training
-    gamma: float = 0.1  # schedule=step: factor at each milestone
-
-    def __post_init__(self) -> None:
-        positive("optimizer", self, "lr")
-        at_least("optimizer", self, 0, "weight_decay", "clip")
-        if self.warmup_steps is not None:
-            at_least("optimizer", self, 0, "warmup_steps")
-        if not 0 <= self.final_lr <= 1:
-            raise ValueError(f"optimizer.final_lr={self.final_lr}: a share of the peak, between 0 and 1")
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"optimizer.gamma={self.gamma}: must be above 0 and at most 1")
-        if any(not 0 < share < 1 for share in self.milestones) or sorted(self.milestones) != list(self.milestones):
+        at_least("strategy", self, 1, "fragments")
+        at_least("strategy", self, 0, "overlap_steps")
+        if self.eager not in (True, False, "delayed"):
+            raise ValueError(f"strategy.eager={self.eager}: must be true, false or delayed")
+        if not 0 <= self.mixing <= 1:
+            raise ValueError(f"strategy.mixing={self.mixing}: a share of the local parameters, between 0 and 1")
+        if self.eager and (self.overlap_steps or self.mixing):
             raise ValueError(
-                f"optimizer.milestones={list(self.milestones)}: shares of training, between 0 and 1, rising"
+                f"strategy.overlap_steps={self.overlap_steps}, strategy.mixing={self.mixing}: with strategy.eager a "
+                "round has the whole next window; set both to 0"
+            )
+        if self.sync.rule is SyncRule.every and self.fragments > self.sync.h:
+            raise ValueError(
+                f"strategy.fragments={self.fragments}: more than a window has steps (strategy.sync.h={self.sync.h}); "
+                "each fragment meets at a step of its own"
+            )
+        if self.sync.rule is SyncRule.every and self.overlap_steps >= self.sync.h:
+            raise ValueError(
+                f"strategy.overlap_steps={self.overlap_steps}: must be below strategy.sync.h={self.sync.h}, "
+                "or the next round would begin first"
             )
 
-    def warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up in a training of so many."""
-        return total_steps // 10 if self.warmup_steps is None else self.warmup_steps
+
+@dataclass(kw_only=True, slots=True)
+class CO2Config(StrategyConfig):
+    """An outer step on a mean that is one round late, so that communication hides behind a whole window."""
+
+    name: str = "co2"
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    outer_lr: float = 1.0  # of the step along the outer momentum
+    outer_momentum: float = 0.5  # 0 applies each late mean as it is
+    penalty: int | float | str | None = "gap"  # a late mean is divided by it: gap (anchor's movement), a number, null
+    clip: float | None = 1.0  # largest value of the outer momentum; null does not clip
+    overlap: bool = True  # false waits for every round (SlowMo)
+    keep_local: bool = False  # begin windows from the anchor plus this peer's newest progress; not in the paper
+
+    def __post_init__(self) -> None:
+        positive("strategy", self, "outer_lr")
+        in_range("strategy", self, 0.0, 1.0, "outer_momentum")
+        number = isinstance(self.penalty, int | float) and not isinstance(self.penalty, bool)
+        if not (self.penalty in (None, "gap") or (number and float(self.penalty or 0) >= 1)):
+            raise ValueError(f"strategy.penalty={self.penalty}: must be gap, a number of at least 1, or null")
+        if self.clip is not None:
+            at_least("strategy", self, 0, "clip")
+        if self.keep_local and not self.overlap:
+            raise ValueError("strategy.keep_local=true: without strategy.overlap no local progress is put off")
+
+
+class CoefficientValues(Enum):
+    """How DeMo sends a coefficient."""
+
+    float32 = "float32"
+    float16 = "float16"
+    int8 = "int8"  # and a scale for each chunk
+    sign = "sign"  # 1 bit, and a scale for each chunk
+
+
+class CoefficientAverage(Enum):
+    """What a coefficient's sum over the members is divided by."""
+
+    senders = "senders"  # the members that sent it, as the paper's code does
+    members = "members"  # all
 
 
 @dataclass(kw_only=True, slots=True)
-class AdamWConfig(OptimizerConfig):
-    """torch.optim.AdamW."""
+class DeMoConfig(StrategyConfig):
+    """The largest DCT coefficients of a decoupled momentum."""
 
-    name: str = "adamw"
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the two moments, per step
-
-    def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas={list(self.betas)}: two numbers of at least 0 and below 1")
-
-
-@dataclass(kw_only=True, slots=True)
-class SGDConfig(OptimizerConfig):
-    """torch.optim.SGD."""
-
-    name: str = "sgd"
-    momentum: float = 0.9  # 0: plain SGD
-    nesterov: bool = False  # look ahead along the momentum
+    name: str = "demo"
+    every: int = 1  # steps between two rounds; between them parameters do not move
+    k: int = 32  # coefficients sent of each chunk
+    chunk: int = 64  # side of a chunk
+    beta: float = 0.999  # decay of the momentum per step
+    alpha: float = 1.0  # share of what is sent that leaves the momentum
+    values: CoefficientValues = CoefficientValues.sign  # how coefficients are sent
+    sign: bool = False  # step along the sign of the mean, with optimizer=sgd, as Signum does
+    average: CoefficientAverage = CoefficientAverage.senders  # what a sum is divided by
 
     def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        in_range("optimizer", self, 0.0, 1.0, "momentum")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0")
-
-
-def build_inner(config: OptimizerConfig, parameters: "Sequence[Tensor]") -> "torch.optim.Optimizer":
-    """Make the inner optimizer; vectors (norms, biases) are not decayed."""
-    import torch
-
-    decayed = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    match config:
-        case AdamWConfig():
-            return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), foreach=True)
-        case SGDConfig():
-            momentum, nesterov = config.momentum, config.nesterov
-            return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov, foreach=True)
-    raise ValueError(f"optimizer.name={config.name!r}: no such optimizer")
+        at_least("strategy", self, 1, "every", "k")
+        if not 1 <= self.chunk <= 256:
+            raise ValueError(f"strategy.chunk={self.chunk}: between 1 and 256")
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"strategy.beta={self.beta}: between 0 and 1")
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"strategy.alpha={self.alpha}: above 0 and at most 1")
 
 
 def build_schedule(config: SyncConfig, *, total_steps: int, warmup_steps: int) -> "Schedule":
@@ -191,30 +197,84 @@ def build_strategy(
     collective: "Collective",
     total_steps: int,
     warmup_steps: int,
+    compression: CompressionConfig | None = None,
+    clip: float | None = None,
+    seed: int = 0,
     names: "Mapping[Tensor, str] | None" = None,
     buffers: "Sequence[Tensor]" = (),
 ) -> "SyncedOptimizer":
-    """Wrap an inner optimizer in the strategy that a configuration names."""
-    from swarmkit.optim import AllReduce, DiLoCo, LocalSGD
+    """Wrap an inner optimizer in the strategy that a configuration names.
+
+    `clip` is the largest norm of a gradient where the strategy has to see to it itself (`clips_itself`), `seed` is for
+    codecs that draw.
+    """
+    from swarmkit.optim import CO2, AllReduce, DeMo, DiLoCo, LocalSGD
+
+    codec = compression or CompressionConfig()
+    options: dict[str, Any] = {
+        "collective": collective,
+        "names": names,
+        "buffers": buffers,
+        "offload": config.offload,
+    }
+
+    def averaging(fragment: int = 0) -> "Averaging | None":
+        return build_averaging(codec, collective, seed=seed, fragment=fragment)
+
+    def sync(found: SyncConfig) -> "Schedule":
+        return build_schedule(found, total_steps=total_steps, warmup_steps=warmup_steps)
 
     match config:
         case AllReduceConfig():
-            return AllReduce(inner, collective=collective, names=names, buffers=buffers, offload=config.offload)
+            return AllReduce(inner, averaging=averaging(), clip=clip, **options)
         case LocalSGDConfig():
-            sync = build_schedule(config.sync, total_steps=total_steps, warmup_steps=warmup_steps)
-            return LocalSGD(
-                inner, collective=collective, sync=sync, names=names, buffers=buffers, offload=config.offload
-            )
+            return LocalSGD(inner, sync=sync(config.sync), averaging=averaging(), **options)
         case DiLoCoConfig():
             return DiLoCo(
                 inner,
-                collective=collective,
-                sync=build_schedule(config.sync, total_steps=total_steps, warmup_steps=warmup_steps),
-                names=names,
-                buffers=buffers,
-                offload=config.offload,
+                sync=sync(config.sync),
+                averaging_for=None if codec.name == "none" else averaging,
                 outer_lr=config.outer_lr,
                 outer_momentum=config.outer_momentum,
                 nesterov=config.nesterov,
+                eager="delayed" if config.eager == "delayed" else bool(config.eager),
+                fragments=config.fragments,
+                fragment_by=config.fragment_by.name,
+                overlap_steps=config.overlap_steps,
+                mixing=config.mixing,
+                **options,
+            )
+        case CO2Config():
+            return CO2(
+                inner,
+                sync=sync(config.sync),
+                averaging=averaging(),
+                outer_lr=config.outer_lr,
+                outer_momentum=config.outer_momentum,
+                penalty="gap" if isinstance(config.penalty, str) else config.penalty,
+                clip=config.clip,
+                overlap=config.overlap,
+                keep_local=config.keep_local,
+                **options,
+            )
+        case DeMoConfig():
+            from swarmkit.optim import Every
+
+            return DeMo(
+                inner,
+                sync=Every(config.every, total_steps),
+                k=config.k,
+                chunk=config.chunk,
+                beta=config.beta,
+                alpha=config.alpha,
+                values=config.values.name,
+                sign=config.sign,
+                average=config.average.name,
+                **options,
             )
     raise ValueError(f"strategy.name={config.name!r}: no such strategy")
+
+
+def clips_itself(config: StrategyConfig) -> bool:
+    """True for a strategy that clips the mean gradient, not each peer's own."""
+    return isinstance(config, AllReduceConfig)

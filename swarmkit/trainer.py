@@ -20,6 +20,7 @@ from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.synced import RoundReport, SyncedOptimizer
+from swarmkit.strategy import clips_itself
 from swarmkit.surroundings import Events, Source, Surroundings
 from swarmkit.training_state import State, collect, resume_exactly, resume_shared
 
@@ -194,16 +195,12 @@ class Trainer:
         self._forward_backward()
         if self.device.type == "cpu":
             self._check_losses()
-        if self.config.optimizer.clip:
+        if self.config.optimizer.clip and not clips_itself(self.config.strategy):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
-        rounds = self.optimizer.round
-        started = time.perf_counter()
+        started, exposed = time.perf_counter(), self._watch.communication
         self.optimizer.step()
-        spent = time.perf_counter() - started
-        if self.optimizer.round > rounds:
-            self._watch.communication += spent
-        else:
-            self._watch.compute += spent
+        # A round that is told later than it was waited for is taken from a later step's time.
+        self._watch.compute += max(0.0, time.perf_counter() - started - (self._watch.communication - exposed))
         self.optimizer.zero_grad()
         self._after_step()
 
@@ -280,7 +277,8 @@ class Trainer:
         self._tell_changes(report)
         self._rounds_closed += bool(report.members)
         self._last_round = report
-        self._watch.waiting += report.waited
+        self._watch.communication += report.exposed
+        self._watch.waiting += min(report.waited, report.exposed)
         # Hashing the anchor costs as much as a small step: too much where every step is a round.
         cheap = report.window > 1 or report.step % self.config.log.every == 0
         digest = self.optimizer.digest() if cheap else ""

@@ -10,9 +10,18 @@ from torch import Tensor
 from swarmkit.build import build_trainer, open_corpus, open_stream
 from swarmkit.config import CheckpointConfig, Config, EvalConfig, LogConfig, SampleConfig
 from swarmkit.data.config import SyntheticConfig
+from swarmkit.inner import AdamWConfig
 from swarmkit.models.config import GPTConfig
 from swarmkit.optim import Collective
-from swarmkit.strategy import AdamWConfig, AllReduceConfig, DiLoCoConfig, LocalSGDConfig, StrategyConfig, SyncConfig
+from swarmkit.strategy import (
+    AllReduceConfig,
+    CO2Config,
+    DeMoConfig,
+    DiLoCoConfig,
+    LocalSGDConfig,
+    StrategyConfig,
+    SyncConfig,
+)
 from swarmkit.surroundings import Surroundings
 from swarmkit.trainer import Trainer
 
@@ -46,6 +55,10 @@ STRATEGIES: dict[str, StrategyConfig] = {
     "allreduce": AllReduceConfig(),
     "local_sgd": LocalSGDConfig(sync=SyncConfig(h=4)),
     "diloco": DiLoCoConfig(sync=SyncConfig(h=4), outer_lr=0.7, outer_momentum=0.6),
+    "eager": DiLoCoConfig(sync=SyncConfig(h=4), outer_lr=0.4, outer_momentum=0.6, eager=True),
+    "streaming": DiLoCoConfig(sync=SyncConfig(h=4), outer_lr=0.7, fragments=2, overlap_steps=1, mixing=0.5),
+    "co2": CO2Config(sync=SyncConfig(h=4)),
+    "demo": DeMoConfig(chunk=16, k=4),
 }
 
 

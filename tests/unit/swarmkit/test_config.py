@@ -87,7 +87,9 @@ def test_a_free_form_dictionary_takes_plain_values_only(override: str) -> None:
         ("data.paths=[a]", "data.paths: unknown key here; only data=text has it"),
         ("model=gtp", "model=gtp: no such model; did you mean gpt? (valid: gpt, mlp, resnet, vit, hf)"),
         ("model=3", "model=3: no such model; valid: gpt, mlp, resnet, vit, hf"),
-        ("compression=int4", "compression=int4: no such compression in this version; use compression=none"),
+        ("compression=topq", "compression=topq: no such compression; did you mean topk?"),
+        ("compression.density=1", "compression.density: unknown key here; only compression=topk or randomk has it"),
+        ("strategy.eager=true", "strategy.eager: unknown key here; only strategy=diloco has it"),
         ("model.name=mlp", "model.name=mlp: choose with model=mlp"),
         ("+experiment=nope", "experiment=nope: no such experiment"),
         ("steps=x", "steps=x: 'x' is not an integer"),
@@ -139,6 +141,39 @@ def test_a_mistake_is_one_line_with_key_value_and_reason(override: str, message:
     assert len(said.splitlines()) == 1
     assert "Error" not in said
     assert "_type" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=demo", "compression=int8"], "compression=int8: strategy=demo sends DCT coefficients"),
+        (["strategy=demo", "strategy.outer_lr=1"], "strategy.outer_lr: unknown key here; only strategy=diloco or co2"),
+        (["strategy=demo", "strategy.k=0"], "strategy.k=0: must be at least 1"),
+        (["strategy=diloco", "strategy.eager=soon"], "strategy.eager=soon: must be true, false or delayed"),
+        (
+            ["strategy=diloco", "strategy.eager=true", "strategy.mixing=0.5"],
+            "strategy.overlap_steps=0, strategy.mixing=0.5",
+        ),
+        (["strategy=diloco", "strategy.fragments=20"], "strategy.fragments=20: more than a window has steps"),
+        (
+            ["strategy=diloco", "strategy.overlap_steps=16"],
+            "strategy.overlap_steps=16: must be below",
+        ),
+        (
+            ["strategy=co2", "strategy.penalty=0.5"],
+            "strategy.penalty=0.5: must be gap, a number",
+        ),
+        (["strategy=co2", "strategy.keep_local=true", "strategy.overlap=false"], "strategy.keep_local=true: without"),
+        (["compression=int8", "compression.lgreco.period=4"], "compression.lgreco.period: unknown key"),
+        (["compression=int4", "compression.block=12"], "compression.block=12: a multiple of 8"),
+        (["compression=topk", "compression.density=0"], "compression.density=0.0: a share, above 0 and at most 1"),
+        (["compression=randomk", "compression.error_feedback=true"], "compression.error_feedback=true: scaled up"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(overrides: list[str], message: str) -> None:
+    said = complaint(*overrides)
+    assert said.startswith(message)
+    assert len(said.splitlines()) == 1
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from swarmkit.inner import LRShape, OptimizerConfig
 from swarmkit.lr import learning_rate
-from swarmkit.strategy import LRShape, OptimizerConfig
 
 
 def rates(shape: LRShape, **settings: object) -> list[float]:

@@ -1,24 +1,20 @@
 """CompressedAveraging: the mean over members, who is in it, what is refused."""
 
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from swarmkit.optim import DiLoCo, Every
-from swarmkit.optim.averaging import Averaging, Pending
+from swarmkit.optim.averaging import Averaging
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
-from swarmkit.optim.compression import CODECS, Blockwise, CompressedAveraging, GatherCodec, TopK, make_codec
+from swarmkit.optim.compression import CODECS, CompressedAveraging, GatherCodec, make_codec
 from swarmkit.optim.compression.codec import round_trip
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.peers.local import LocalCollective, LocalSwarm
-from tests.unit.optim.replicas import adamw, trained
-
-SHAPES: list[tuple[int, ...]] = [(24, 20), (30,), (6, 5, 3, 3), ()]from tests.unit.optim.compression.offers import SHAPES, Recorder, averaging_of, contribution, exact_ones, weighted
-
+from tests.unit.optim.compression.offers import Recorder, averaging_of, contribution, exact_ones, weighted
 
 # -- the mean ----------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """CompressedAveraging: error feedback in two phases, resuming, chains of rounds, healing, large groups."""
 
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -9,16 +8,13 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim import DiLoCo, Every
-from swarmkit.optim.averaging import Averaging, Pending
-from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
-from swarmkit.optim.compression import CODECS, Blockwise, CompressedAveraging, GatherCodec, TopK, make_codec
-from swarmkit.optim.compression.codec import round_trip
+from swarmkit.optim.averaging import Pending
+from swarmkit.optim.collective import Collective, Reduced, RoundKey
+from swarmkit.optim.compression import CODECS, Blockwise, CompressedAveraging, TopK, make_codec
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.peers.local import LocalCollective, LocalSwarm
+from tests.unit.optim.compression.offers import Recorder, averaging_of, contribution, exact_ones
 from tests.unit.optim.replicas import adamw, trained
-
-SHAPES: list[tuple[int, ...]] = [(24, 20), (30,), (6, 5, 3, 3), ()]from tests.unit.optim.compression.offers import SHAPES, Recorder, averaging_of, contribution, exact_ones, weighted
-
 
 # -- two phases, resuming ----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ from swarmkit.surroundings import Events, Source, Surroundings
 from swarmkit.training_state import State, collect, resume_exactly, resume_shared
 
 # How often a peer that was left behind fetches the state anew before it gives up.
-REJOIN_ATTEMPTS = 5
+REJOIN_ATTEMPTS = 8
+REJOIN_WAIT_S = 10.0  # at most, between two attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +135,10 @@ class Trainer:
             self.events.emit("state", state="joining", attempt=attempt)
             try:
                 self._adopt(*self._around.fetch_state(), observe=observe)
-            except RoundFailed as error:
-                reason = error.reason
-                continue
             except SwarmError as error:
-                reason = str(error)
-                self.stop.wait(0.5 * 2**attempt)
+                reason = error.reason if isinstance(error, RoundFailed) else str(error)
+                # The state may lack a round that was under way: whoever serves it has it a step later.
+                self.stop.wait(min(0.5 * 2**attempt, REJOIN_WAIT_S))
                 continue
             self.events.emit("state", state="training", step=self.optimizer.step_count, round=self.optimizer.round)
             return

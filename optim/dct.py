@@ -11,15 +11,20 @@ from torch import Tensor
 # Elements that are worked on at once: what stays in a core's cache, and what keeps an accelerator busy.
 _CPU_BLOCK = 1 << 19
 _DEVICE_BLOCK = 1 << 25
+_LEAST_FOLDED = 48  # side of a chunk
 
 
 @lru_cache(maxsize=256)
 def dct_basis(n: int, device: torch.device) -> Tensor:
-    """The orthonormal DCT-II matrix [n, n], float32: `basis @ x` are the coefficients of x, `basis.T @ z` is back."""
+    """The orthonormal DCT-II matrix [n, n], float32: `basis @ x` are the coefficients of x, `basis.T @ z` is back.
+
+    Even frequencies come first: of an x of even length these see only the sums of mirrored elements, the odd ones only
+    the differences, so that a transform is two of half the length.
+    """
     k = torch.arange(n, dtype=torch.float64)
     basis = torch.cos(math.pi / n * torch.outer(k, k + 0.5)) * math.sqrt(2 / n)
     basis[0] /= math.sqrt(2)
-    return basis.to(device=device, dtype=torch.float32)
+    return torch.cat((basis[0::2], basis[1::2])).to(device=device, dtype=torch.float32)
 
 
 def chunk_size(length: int, limit: int) -> int:
@@ -95,8 +100,8 @@ class Chunks:
             cuts[-1] = (1, chunk)
         self.groups = [self._group(cut, [i for i, c in enumerate(cuts) if c == cut]) for cut in sorted(set(cuts))]
         largest = max((block.count * g.area for g in self.groups for block in g.blocks), default=0)
-        # Two, for the two sides of a transform; fresh temporaries would cost more in page faults than in arithmetic.
-        self._scratch = torch.empty(2, largest, device=device)
+        # Fresh temporaries would cost more in page faults than in arithmetic.
+        self._scratch = torch.empty(3, largest, device=device)
         self._rows = torch.empty(2, 0, device=device)
 
     def _group(self, cut: tuple[int, int], matrices: list[int]) -> Group:
@@ -113,7 +118,7 @@ class Chunks:
         return Group(*cut, start + count, (*blocks, Block(start, count, tuple(pieces))))
 
     def scratch(self, group: Group, block: Block, which: int) -> Tensor:
-        """Working space [chunks, area] for a block, one of two; its content is whatever was left there."""
+        """Working space [chunks, area] for a block, one of three; its content is whatever was left there."""
         return self._scratch[which, : block.count * group.area].view(block.count, group.area)
 
     # -- tensors to chunks and back ----------------------------------------------------------------------------------
@@ -127,18 +132,34 @@ class Chunks:
         return found
 
     def encode(self, group: Group, block: Block, matrices: Sequence[Tensor]) -> Tensor:
-        """The coefficients [chunks, area] of a block, in working space 0."""
-        chunks, half = self.scratch(group, block, 0), self.scratch(group, block, 1)
-        self._load(group, block, matrices, chunks)
-        torch.mm(
-            chunks.view(-1, group.columns), dct_basis(group.columns, self.device).T, out=half.view(-1, group.columns)
-        )
-        if group.rows == 1:
-            return half
-        left = dct_basis(group.rows, self.device).expand(block.count, -1, -1)
-        shape = (block.count, group.rows, group.columns)
-        torch.bmm(left, half.view(shape), out=chunks.view(shape))
-        return chunks
+        """The coefficients of a block in working space, [parts, chunks, area / parts]: each chunk's parts in order."""
+        first, second, third = (self.scratch(group, block, which) for which in range(3))
+        self._load(group, block, matrices, first)
+        rows, columns = group.rows, group.columns
+        flat, basis = (-1, columns), dct_basis(columns, self.device)
+        if self._folds(columns):
+            halves = third.view(2, -1, columns // 2)
+            _fold(first.view(flat), 1, halves)
+            for half, square, out in zip(halves, _quarters(basis), second.view(flat).chunk(2, dim=1), strict=True):
+                torch.mm(half, square.T, out=out)
+        else:
+            torch.mm(first.view(flat), basis.T, out=second.view(flat))
+        if rows == 1:
+            return second.unsqueeze(0)
+        basis = dct_basis(rows, self.device)
+        if self._folds(rows):
+            halves, found = (space.view(2, block.count, rows // 2, columns) for space in (third, first))
+            _fold(second.view(block.count, rows, columns), 1, halves)
+            for half, square, out in zip(halves, _quarters(basis), found, strict=True):
+                torch.bmm(square.expand(block.count, -1, -1), half, out=out)
+            return found.flatten(2)
+        shape = (block.count, rows, columns)
+        torch.bmm(basis.expand(block.count, -1, -1), second.view(shape), out=first.view(shape))
+        return first.unsqueeze(0)
+
+    def _folds(self, size: int) -> bool:
+        # Half the multiplications, but products of few columns run slowly, and accelerators wait for memory anyway.
+        return size % 2 == 0 and size >= _LEAST_FOLDED and self.device.type == "cpu"
 
     def _load(self, group: Group, block: Block, matrices: Sequence[Tensor], out: Tensor) -> None:
         for piece in block.pieces:
@@ -215,6 +236,20 @@ class Chunks:
             parts = torch.split(matrices[-1].view(-1), [self.shapes[i].numel() for i in self._vectors])
             shaped = [part.view(self.shapes[i]) for i, part in zip(self._vectors, parts, strict=True)]
             torch._foreach_copy_([tensors[i].detach() for i in self._vectors], shaped)
+
+
+def _quarters(basis: Tensor) -> tuple[Tensor, Tensor]:
+    """What a basis does to the sums and to the differences of mirrored elements."""
+    half = len(basis) // 2
+    return basis[:half, :half], basis[half:, :half]
+
+
+def _fold(x: Tensor, dim: int, out: Tensor) -> None:
+    """Sums and differences of the elements that mirror each other along a dimension, into out[0] and out[1]."""
+    left, right = x.chunk(2, dim=dim)
+    mirrored = right.flip(dim)
+    torch.add(left, mirrored, out=out[0])
+    torch.sub(left, mirrored, out=out[1])
 
 
 def _tiles(chunks: Tensor, piece: Piece, group: Group) -> Tensor:

@@ -45,8 +45,10 @@ class Momentum:
         matrices = self.chunks.matrices(gradients)
         for group, held in zip(self.chunks.groups, self.tensors, strict=True):
             for block in group.blocks:
-                part = held[block.start : block.start + block.count]
-                torch.add(self.chunks.encode(group, block, matrices), part, alpha=decay, out=part)
+                found = self.chunks.encode(group, block, matrices)
+                rows = held[block.start : block.start + block.count]
+                for new, part in zip(found, rows.chunk(len(found), dim=1), strict=True):
+                    torch.add(new, part, alpha=decay, out=part)
 
     def largest(self) -> list[Sparse]:
         """The k entries of every chunk that are largest in absolute value."""

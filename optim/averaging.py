@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -50,6 +51,32 @@ class Averaging(Protocol):
         """Adopt a state, or raise ValueError naming what does not fit and change nothing."""
         ...
 
+    def shared_state(self) -> dict[str, Any]:
+        """What a joiner needs in order to send as the others do: plain numbers, equal on all members."""
+        ...
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Adopt what another member's `shared_state` gave, or raise ValueError and change nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChoice:
+    """A row of the report: what one tensor is sent with."""
+
+    tensor: str
+    size: int  # elements
+    bytes: int  # of its payload, at most
+    parameter: float  # density, rank or bits, whatever the codec's axis is
+    error_share: float  # of all tensors' errors
+
+
+@runtime_checkable
+class Adaptive(Protocol):
+    """An Averaging that chooses what each tensor is sent with."""
+
+    table: list[TensorChoice]  # of the last choice; empty before one
+
 
 class PlainAveraging:
     """Sends tensors as they are."""
@@ -71,6 +98,20 @@ class PlainAveraging:
         """See Averaging."""
         if state:
             raise ValueError(f"the state is of a codec ({sorted(state)[:3]}), this run has none")
+
+    def shared_state(self) -> dict[str, Any]:
+        """See Averaging."""
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """See Averaging."""
+        check_nothing_shared(state)
+
+
+def check_nothing_shared(state: Mapping[str, Any]) -> None:
+    """Raise ValueError for a shared state, where there is none."""
+    if state:
+        raise ValueError(f"the averaging shares {str(sorted(state))[:80]}, this run's shares nothing")
 
 
 class _PlainRound:

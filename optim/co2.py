@@ -69,6 +69,9 @@ class CO2(OverlappedOptimizer):
             **options,
         )
 
+    def _form(self) -> str:
+        return f"{super()._form()}|{self.penalty}|{self.clip}"
+
     def _adopt_parameters(self) -> None:
         super()._adopt_parameters()
         self.momentum = [torch.zeros_like(held) for held in self._anchor.tensors]

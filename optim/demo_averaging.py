@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmkit.optim.averaging import Pending
+from swarmkit.optim.averaging import Pending, check_nothing_shared
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey, RoundStats
 from swarmkit.optim.demo_momentum import Momentum
 from swarmkit.optim.demo_payload import GroupFormat, PayloadFormat, Sparse
@@ -85,6 +85,14 @@ class DeMoAveraging:
     def state_dict(self) -> dict[str, Any]:
         """See Averaging."""
         return {"momentum": [tensor.clone() for tensor in self.momentum.tensors], "present": self.present.clone()}
+
+    def shared_state(self) -> dict[str, Any]:
+        """See Averaging."""
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """See Averaging."""
+        check_nothing_shared(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See Averaging."""

@@ -16,7 +16,7 @@ from swarmkit.optim.lead import Lead
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.offer import Offer
 from swarmkit.optim.round_report import RoundReport
-from swarmkit.optim.synced import next_lineage
+from swarmkit.optim.synced import first_lineage, next_lineage
 
 
 class FlyingOptimizer(FragmentedOptimizer):
@@ -172,6 +172,8 @@ class FlyingOptimizer(FragmentedOptimizer):
 
     def _key(self, fragment: Fragment, index: int) -> RoundKey:
         name = self.round_name if self._count == 1 else f"{self.round_name}-{fragment.number}-of-{self._count}"
+        if not fragment.lineage:
+            fragment.lineage = first_lineage(self._form(), fragment.part)
         return RoundKey(name, index, fragment.lineage)
 
     def _restart(self, fragment: Fragment) -> None:

@@ -47,6 +47,9 @@ class FragmentedOptimizer(SyncedOptimizer):
     def _averagings(self) -> list[Averaging]:
         return [fragment.averaging for fragment in self._fragments]
 
+    def _names_sent(self) -> list[list[str]]:
+        return [fragment.part.names for fragment in self._fragments]
+
     # -- the anchor --------------------------------------------------------------------------------------------------
 
     def digest(self) -> str:

@@ -89,6 +89,9 @@ class OverlappedOptimizer(FlyingOptimizer):
             self._made[number] = self._averaging_for(number)
         return self._made[number]
 
+    def _form(self) -> str:
+        return f"{type(self).__name__}|{self.outer_lr}|{self.outer_momentum}|{self.nesterov}|{self._delay is None}"
+
     @property
     def is_plain(self) -> bool:
         """See SyncedOptimizer."""

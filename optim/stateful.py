@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from swarmkit.optim.anchor import Anchor
-from swarmkit.optim.averaging import Averaging, PlainAveraging
+from swarmkit.optim.averaging import Adaptive, Averaging, PlainAveraging, TensorChoice
 from swarmkit.optim.collective import Collective
 from swarmkit.optim.snapshot import (
     check_form,
@@ -117,6 +118,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "step": self._synced_step,
                 "window": self._window,
                 "inner": numbers,
+                "averaging": [averaging.shared_state() for averaging in self._averagings()],
                 **self._snapshot_meta(),
             }
         return tensors, meta
@@ -141,6 +143,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         read_inner_state(named, parts["inner"], numbers)
         round, step, window = read_progress(meta)
         lineage = read_lineage(meta.get("lineage", ""))
+        self._load_shared(meta.get("averaging", []))
         with self._lock, torch.no_grad():
             self._load_outer(parts["outer"])
             load_inner_tensors(self.inner, named, parts["inner"], numbers)
@@ -153,6 +156,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self.samples, self._unsent_steps = 0.0, 0
             self.needs_state = False
             self._start_over(meta)
+
+    def _load_shared(self, states: object) -> None:
+        averagings = self._averagings()
+        fits = isinstance(states, list) and len(states) == len(averagings)
+        if not (fits and all(isinstance(state, Mapping) for state in cast(list[object], states))):
+            raise ValueError(f"the snapshot's averaging is not a list of {len(averagings)} states")
+        before = [averaging.shared_state() for averaging in averagings]
+        try:
+            for averaging, state in zip(averagings, cast(list[Mapping[str, Any]], states), strict=True):
+                averaging.load_shared_state(state)
+        except ValueError:
+            for averaging, state in zip(averagings, before, strict=True):
+                averaging.load_shared_state(state)
+            raise
 
     def _start_over(self, meta: Mapping[str, Any]) -> None:
         """Drop what belongs to parameters that a snapshot has just replaced; called under the lock."""
@@ -173,6 +190,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 **self._own_state(),
             }
             return {**self.inner.state_dict(), "synced": synced}
+
+    def allocations(self) -> list[TensorChoice]:
+        """What an adaptive codec (L-GreCo) sends each parameter with, by name; empty before it has chosen."""
+        return [
+            replace(row, tensor=names[int(row.tensor)])
+            for averaging, names in zip(self._averagings(), self._names_sent(), strict=True)
+            if isinstance(averaging, Adaptive)
+            for row in averaging.table
+        ]
+
+    def _names_sent(self) -> list[list[str]]:
+        """Names of the parameters that each averaging gets."""
+        return [self._anchor.names]
 
     def _averagings(self) -> list[Averaging]:
         """Every averaging that this strategy uses, in a fixed order."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from swarmkit.optim.anchor import Anchor
 from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
@@ -27,6 +28,11 @@ def next_lineage(lineage: str, key: RoundKey, id: str) -> str:
     """The hash chain after the round `key` that closed under `id`."""
     link = f"{lineage}|{key}|{id}"
     return hashlib.blake2b(link.encode(), digest_size=16).hexdigest()
+
+
+def first_lineage(form: str, anchor: Anchor) -> str:
+    """The hash chain before any round: members must begin with equal parameters and outer steps."""
+    return hashlib.blake2b(f"{form}|{anchor.digest()}".encode(), digest_size=16).hexdigest()
 
 
 class SyncedOptimizer(StatefulOptimizer):
@@ -171,7 +177,7 @@ class SyncedOptimizer(StatefulOptimizer):
             round=self.round, step=self.step_count, window=self.step_count - self._synced_step, weight=offer.weight
         )
         try:
-            key = RoundKey(self.round_name, self.round, self.lineage)
+            key = RoundKey(self.round_name, self.round, self._begun_lineage())
             reduced = self.averaging.begin(offer.tensors, offer.exact, round=key, weight=offer.weight).result()
         except RoundFailed as error:
             with self._lock:
@@ -185,6 +191,15 @@ class SyncedOptimizer(StatefulOptimizer):
             report = self._on_success(key, reduced, report, offer)
         self._tell(report)
         return report
+
+    def _begun_lineage(self) -> str:
+        if not self.lineage:
+            self.lineage = first_lineage(self._form(), self._anchor)
+        return self.lineage
+
+    def _form(self) -> str:
+        """What members must have alike besides parameters, or they would drift apart though all rounds close."""
+        return type(self).__name__
 
     def _tell(self, report: RoundReport) -> None:
         self.last_report = report

@@ -17,6 +17,7 @@ class LGrecoConfig:
 
     period: int = 0  # rounds between two allocations; 0: all tensors have the codec's own parameter
     window: int = 10  # rounds before an allocation whose contributions it measures
+    floor: float = 0.25  # smallest parameter that is chosen, as a share of the codec's own
     alpha: float = 1.0  # error that is allowed, as a share of that of the codec's own parameter
     squared: bool = False  # count squared norms of errors instead of norms
 
@@ -24,6 +25,8 @@ class LGrecoConfig:
         at_least("compression.lgreco", self, 0, "period")
         at_least("compression.lgreco", self, 1, "window")
         positive("compression.lgreco", self, "alpha")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"compression.lgreco.floor={self.floor}: a share, between 0 and 1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,13 +211,12 @@ def _check_density(value: float) -> None:
 
 
 def build_averaging(
-    config: CompressionConfig, collective: "Collective", *, seed: int, fragment: int = 0
+    config: CompressionConfig, collective: "Collective", *, seed: int, fragment: int = 0, fragments: int = 1
 ) -> "Averaging | None":
     """What averages through the codec that a configuration names, one for each fragment; None for no codec."""
     if not isinstance(config, CodecConfig):
         return None
-    from swarmkit.optim.compression import CompressedAveraging, make_codec
-    from swarmkit.optim.compression.lgreco import LGreco
+    from swarmkit.optim.compression import CompressedAveraging, LGreco, make_codec
 
     settings: dict[str, Any] = {
         entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in _NOT_THE_CODECS
@@ -227,4 +229,13 @@ def build_averaging(
     lgreco: LGrecoConfig | None = getattr(config, "lgreco", None)
     if lgreco is None or not lgreco.period:
         return averaging
-    return LGreco(averaging, period=lgreco.period, window=lgreco.window, alpha=lgreco.alpha, squared=lgreco.squared)
+    assert codec.parameter is not None
+    return LGreco(
+        averaging,
+        period=lgreco.period,
+        window=lgreco.window,
+        alpha=lgreco.alpha,
+        squared=lgreco.squared,
+        candidates=[one for one in codec.candidates if one >= lgreco.floor * codec.parameter],
+        stride=fragments,
+    )

@@ -18,6 +18,7 @@ def write_report(folder: Path) -> Path:
     lines = [f"# Run {folder.name}", ""]
     lines += _outcome(peers, baseline)
     lines += _peer_table(peers)
+    lines += _allocation(peers)
     lines += _failures(peers)
     lines += _plots(folder, peers, baseline)
     lines += _sample(peers)
@@ -88,6 +89,20 @@ def _peer_table(peers: Sequence[PeerEvents]) -> list[str]:
             *(f"{share / whole:.0%}" for share in shares),
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _allocation(peers: Sequence[PeerEvents]) -> list[str]:
+    """What L-GreCo chose last, the largest payloads first."""
+    told = [event for peer in peers for event in peer.of("allocation")]
+    if not told:
+        return []
+    last = max(told, key=lambda event: event["step"])
+    lines = [f"## What each tensor is sent with, from step {last['step']} on", ""]
+    lines += ["| tensor | size | chosen parameter | bytes | error share |", "|---|---|---|---|---|"]
+    for row in sorted(last["rows"], key=lambda row: -row["bytes"]):
+        numbers = f"{row['size']:,} | {row['parameter']:g} | {row['bytes']:,} | {row['error_share']:.1%}"
+        lines.append(f"| {row['tensor']} | {numbers} |")
     return [*lines, ""]
 
 

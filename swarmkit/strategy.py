@@ -219,7 +219,8 @@ def build_strategy(
     }
 
     def averaging(fragment: int = 0) -> "Averaging | None":
-        return build_averaging(codec, collective, seed=seed, fragment=fragment)
+        fragments = config.fragments if isinstance(config, DiLoCoConfig) else 1
+        return build_averaging(codec, collective, seed=seed, fragment=fragment, fragments=fragments)
 
     def sync(found: SyncConfig) -> "Schedule":
         return build_schedule(found, total_steps=total_steps, warmup_steps=warmup_steps)

@@ -99,6 +99,7 @@ class Trainer:
         self._last_round: RoundReport | None = None
         self._members: set[str] = set()  # of the last round that gave a result
         self._rounds_closed = 0
+        self._allocation: list[dict[str, Any]] = []  # what was told last
         self._samples = 0
         self._evaluated_at = self._saved_at = 0
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
@@ -283,7 +284,15 @@ class Trainer:
         digest = self.optimizer.digest() if cheap else ""
         fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
         self.events.emit("round", digest=digest, **fields)
+        self._tell_allocation()
         self._around.report(round=report.round + 1, step=report.step, **({"digest": digest} if digest else {}))
+
+    def _tell_allocation(self) -> None:
+        """Say what L-GreCo sends each tensor with, when that has changed."""
+        found = [asdict(row) for row in self.optimizer.allocations()]
+        if found != self._allocation:
+            self._allocation = found
+            self.events.emit("allocation", step=self.optimizer.step_count, rows=found)
 
     def _tell_changes(self, report: RoundReport) -> None:
         """Say who came and who went, as seen by those who meet."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmkit.optim.averaging import Pending
+from swarmkit.optim.averaging import Pending, check_nothing_shared
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
 from swarmkit.optim.compression.casting import Casting
 from swarmkit.optim.compression.codec import Codec, GatherCodec, LinearCodec, Parameters
@@ -216,6 +216,14 @@ class CompressedAveraging:
             "state": [tensor.clone() for tensor in self._state],
             "state_id": self._state_id,
         }
+
+    def shared_state(self) -> dict[str, Any]:
+        """See Averaging."""
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """See Averaging."""
+        check_nothing_shared(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See Averaging. A residual is checked against the tensors in the next `begin` when none has been before."""

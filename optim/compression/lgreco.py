@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swarmkit.optim.averaging import Pending
+from swarmkit.optim.averaging import Pending, TensorChoice
 from swarmkit.optim.collective import Reduced, RoundKey
 from swarmkit.optim.compression.allocation import Allocation, allocate
 from swarmkit.optim.compression.codec import Codec, Layout, Parameters
@@ -18,17 +18,6 @@ from swarmkit.optim.compression.compressed import CompressedAveraging
 
 _LARGEST = 1e30  # of a table's entries: their weighted sums stay finite in float32
 _STATE = {"averaging", "sum"}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorChoice:
-    """A row of the report: what one tensor is sent with."""
-
-    tensor: str
-    size: int  # elements
-    bytes: int  # of its payload, at most
-    parameter: float  # density, rank or bits, whatever the codec's axis is
-    error_share: float  # of all tensors' errors
 
 
 class LGreco:
@@ -59,16 +48,19 @@ class LGreco:
         squared: bool = False,
         candidates: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
+        stride: int = 1,
     ) -> None:
         """Wrap an averaging; `candidates` are the codec's unless given, `names` those of the tensors, for the report.
+
+        `stride` is by how much a round's index exceeds that of the last round here: fragments take turns.
 
         Raises ValueError for a codec without a parameter, and for candidates that are none.
         """
         codec = averaging.codec
         if codec.parameter is None:
             raise ValueError(f"codec {codec.name!r} has no parameter to choose")
-        if period < 1 or window < 1:
-            raise ValueError(f"period={period}, window={window}: must be at least 1")
+        if period < 1 or window < 1 or stride < 1:
+            raise ValueError(f"period={period}, window={window}, stride={stride}: must be at least 1")
         if not (math.isfinite(alpha) and alpha > 0):
             raise ValueError(f"alpha={alpha}: must be positive and finite")
         self.candidates = sorted({*(codec.candidates if candidates is None else candidates), codec.parameter})
@@ -78,6 +70,7 @@ class LGreco:
         self.period, self.window, self.alpha, self.squared = period, window, alpha, squared
         self.table: list[TensorChoice] = []  # of the last allocation; empty before one
         self.allocation: Allocation | None = None
+        self._stride = stride
         self._baseline = self.candidates.index(codec.parameter)
         self._names = names
         self._sum: Tensor | None = None  # of what was given to send since the window began, flat
@@ -99,8 +92,9 @@ class LGreco:
         self, tensors: Sequence[Tensor], exact: Sequence[Tensor] = (), *, round: RoundKey, weight: float
     ) -> Pending:
         """See Averaging."""
-        asked = round.index > 0 and round.index % self.period == 0
-        recorded = weight > 0 and -(round.index + 1) % self.period < self.window
+        number = round.index // self._stride
+        asked = number > 0 and number % self.period == 0
+        recorded = weight > 0 and -(number + 1) % self.period < self.window
         if not (asked or recorded):
             return self.averaging.begin(tensors, exact, round=round, weight=weight)
         if self._names is not None and len(self._names) != len(tensors):

@@ -38,6 +38,12 @@ class Rounding:
             raise ValueError("the state is not of this codec")
         self.residual = [tensor.clone() for tensor in state["residual"]]
 
+    def shared_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        assert not state
+
 
 @dataclass
 class _Round:

@@ -207,7 +207,8 @@ def broken(payload: list[Tensor], draw: Any) -> list[Tensor]:
         for _ in range(draw(st.integers(1, 8))):
             raw[draw(st.integers(0, raw.numel() - 1))] = draw(st.integers(0, 255))
     elif kind == "nan" and part.is_floating_point():
-        part = torch.full_like(part, draw(st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e38])))
+        value = draw(st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e38]))
+        part = torch.full(part.shape, value, dtype=torch.float64).to(part.dtype)
     found[position] = part
     return found
 

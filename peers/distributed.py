@@ -45,6 +45,7 @@ class _Offer:
                 "operation": self.operation,
                 "name": self.key.name,
                 "index": self.key.index,
+                "lineage": self.key.lineage,
                 "schema": self.schema.to_message(),
             }
         )
@@ -52,7 +53,7 @@ class _Offer:
     @classmethod
     def decode(cls, data: bytes) -> "_Offer":
         message = decode(data)
-        key = RoundKey(field(message, "name", str), field(message, "index", int))
+        key = RoundKey(field(message, "name", str), field(message, "index", int), field(message, "lineage", str))
         return cls(field(message, "operation", str), key, Schema.from_message(message, max_bytes=_MAX_OFFER_BYTES))
 
     def __str__(self) -> str:
@@ -192,6 +193,8 @@ class TorchCollective:
         for rank, (*_, cancelled) in enumerate(hellos):
             if cancelled:
                 raise RoundFailed(f"rank{rank} cancelled it")
+        if len({offer.key.lineage for offer in offers} - {""}) > 1:
+            raise RoundFailed("members start from different states: give all of them the same parameters")
         weights = tuple(weight for *_, weight, _ in hellos)
         if one.operation == "reduce":
             _check_equal([offer.schema for offer in offers])

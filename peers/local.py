@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class _Arrival:
     weight: float
     future: Future[Any]
     started: float
+    lineage: str
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class _Round:
     timer: threading.Timer
     arrivals: dict[str, _Arrival] = field(default_factory=dict)
     last_arrival: float = 0.0
+    diverged: list[_Arrival] = field(default_factory=list)  # who came from another past than the majority
 
 
 class LocalSwarm:
@@ -117,7 +120,7 @@ class LocalSwarm:
             round = self._rounds[key]
             if peer_id in round.arrivals or operation != round.operation:
                 raise ValueError(f"round {key}: a key is used once, for one operation")
-            round.arrivals[peer_id] = _Arrival(tensors, weight, future, now)
+            round.arrivals[peer_id] = _Arrival(tensors, weight, future, now, key.lineage)
             round.last_arrival = now
             future.add_done_callback(lambda done: self._withdraw(key, peer_id) if done.cancelled() else None)
             if self._is_complete(key):
@@ -148,11 +151,19 @@ class LocalSwarm:
         self._closed[key.name] = max(key.index, self._closed.get(key.name, -1))
         arrived = ((peer, round.arrivals[peer]) for peer in self._order if peer in round.arrivals)
         round.arrivals = {peer: a for peer, a in arrived if a.future.set_running_or_notify_cancel()}
+        lineages = Counter(arrival.lineage for arrival in round.arrivals.values() if arrival.lineage)
+        if len(lineages) > 1:
+            major = lineages.most_common(1)[0][0]  # on a tie, of the member that is first in order
+            others = [peer for peer, a in round.arrivals.items() if a.lineage not in ("", major)]
+            round.diverged = [round.arrivals.pop(peer) for peer in others]
         return round
 
 
 def _settle(round: _Round) -> None:
     """Give the members their results, outside the lock: whoever waits for one may offer to the next round at once."""
+    for arrival in round.diverged:
+        reason = f"round {round.key}: this member does not start from what the others start from"
+        arrival.future.set_exception(RoundFailed(reason, missed=True))
     arrivals = list(round.arrivals.values())
     try:
         results = _reduce(arrivals) if round.operation == "reduce" else _gather(arrivals)

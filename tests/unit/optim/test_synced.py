@@ -363,3 +363,20 @@ def test_finish_synchronises_what_the_running_window_holds_and_only_once() -> No
 
     (left, _), (right, _) = LocalSwarm(2).run(task)
     assert same(left, right)
+
+
+@pytest.mark.parametrize("make", [LocalSGD, DiLoCo, AllReduce])
+def test_replicas_that_begin_with_different_parameters_do_not_meet(make: type[SyncedOptimizer]) -> None:
+    def replica(collective: LocalCollective, rank: int) -> RoundReport:
+        model = torch.nn.Linear(3, 3)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, float(rank == 2))
+        optimizer = make(torch.optim.SGD(model.parameters(), lr=0.1), collective=collective)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        assert optimizer.last_report is not None
+        return optimizer.last_report
+
+    reports = LocalSwarm(3, round_timeout=5.0).run(replica)
+    assert [len(report.members) for report in reports] == [2, 2, 0]
+    assert [report.missed for report in reports] == [False, False, True]

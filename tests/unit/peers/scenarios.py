@@ -100,6 +100,13 @@ def reduce(member: Member, index: int, build: Build, weights: Sequence[float] | 
     return wait(future, started, tensors, before)
 
 
+def reduce_from(member: Member, index: int, build: Build, lineages: Sequence[str]) -> Outcome:
+    """One all-reduce of members with a past each."""
+    started = time.monotonic()
+    key = RoundKey("reduce", index, lineages[member.rank])
+    return wait(member.collective.all_reduce(build(member.rank), round=key, weight=1.0), started)
+
+
 def gather(member: Member, index: int, build: Build, weights: Sequence[float] | None = None) -> Outcome:
     """One all-gather."""
     payload = build(member.rank)

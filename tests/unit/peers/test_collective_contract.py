@@ -345,3 +345,20 @@ def test_a_frozen_member_does_not_hold_the_others_up(harness: Harness) -> None:
     group.freeze(2)
     outcomes = run(group, scenarios.reduce, next(_INDICES), scenarios.small, ranks=[0, 1])
     assert_survived(harness, group, outcomes, 2)
+
+
+@pytest.mark.parametrize("lineages", [("a", "a", "b"), ("", "a", "a")])
+def test_members_with_another_past_than_the_majority_miss_the_round(
+    harness: Harness, lineages: tuple[str, ...]
+) -> None:
+    group = harness.group(3)
+    outcomes = run(group, scenarios.reduce_from, next(_INDICES), scenarios.small, lineages)
+    if "b" not in lineages:  # who has no past fits all
+        assert len(agreed(outcomes).members) == 3
+        return
+    assert outcomes[2].kind == "failed"
+    if harness.shrinks:
+        assert sorted(ranks(group, agreed(outcomes[:2]))) == [0, 1]
+        assert outcomes[2].missed
+    else:
+        assert all("start from different states" in outcome.reason for outcome in outcomes)

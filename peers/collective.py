@@ -27,6 +27,8 @@ from swarmkit.peers.wire import Message, field, is_weight
 Operation = Literal["reduce", "gather"]
 # A coordinator answers within the round's timeout, plus the pings under way and what its answer takes to arrive.
 GRACE_S = 3.0
+LAST_S = 1.0  # then whatever still goes on is ended
+MIN_ROUND_S = 0.5
 REMEMBERED_ATTEMPTS = 256
 T = TypeVar("T")
 Result = list[Any]  # tensors of a reduction, or lists of tensors of a gathering
@@ -155,7 +157,8 @@ class _Member:
         self._key = key
         self._weight = weight
         self._started = time.monotonic()
-        self._deadline = self._started + owner._timeout + GRACE_S + owner._settings.silence_s
+        self._ends = self._started + owner._timeout  # of the round, whoever coordinates it
+        self._deadline = self._ends + GRACE_S
         self._gave_up = False  # a coordinator
         self._begun_attempts: list[str] = []
         self._begun = self._started
@@ -180,7 +183,7 @@ class _Member:
         if self._c._closed:
             raise RoundFailed(self._c._closed)
         try:
-            async with asyncio.timeout(self._left() + GRACE_S):
+            async with asyncio.timeout(self._left() + LAST_S):
                 answer = await self._meet()
                 while field(answer, "outcome", str) == "begin":
                     answer = await self._attempt_once(answer)
@@ -204,7 +207,6 @@ class _Member:
             "operation": self._operation,
             "weight": self._weight,
             "schema": Schema.of(self._tensors).to_message(),
-            "timeout": self._c._timeout,
             "lineage": self._key.lineage,
             "joined_at": self._c._roster.mine.joined_at,
         }
@@ -213,7 +215,9 @@ class _Member:
         while self._left() > 0:
             self._coordinator = target
             self._c._coordinator.note(self._key, "pending", target)
-            answer = await self._ask("meet", {**message, "gave_up": self._gave_up})
+            # A coordinator that comes late to it has what is left of the round.
+            left = max(MIN_ROUND_S, self._ends - time.monotonic())
+            answer = await self._ask("meet", {**message, "gave_up": self._gave_up, "timeout": left})
             if answer is None:
                 target = self._c._roster.coordinator()
             elif answer.get("outcome") == "redirect":

@@ -28,6 +28,7 @@ from swarmkit.inner import AdamWConfig, OptimizerConfig, SGDConfig
 from swarmkit.models.config import GPTConfig, HFModelConfig, MLPConfig, ModelConfig, ResNetConfig, ViTConfig
 from swarmkit.network_config import NetworkConfig
 from swarmkit.strategy import (
+    DEVICES,
     AllReduceConfig,
     CO2Config,
     DeMoConfig,
@@ -152,7 +153,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _out_of_range({name: getattr(config, name) for name in COUNTS})
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", config.name):
         yield f"name={config.name!r}: letters, digits, - and _ only, 64 at most (it names a folder and DHT keys)"
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device):
+    if not re.fullmatch(f"auto|{DEVICES}", config.device):
         yield f"device={config.device!r}: must be auto, cpu, cuda, cuda:N or mps"
     if config.threads < 0:
         yield f"threads={config.threads}: must be 0 or more"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from swarmkit.metrics import Event, read_events
 
+BYTES_PER_PARAMETER = 4
+
 
 @dataclass(slots=True)
 class PeerEvents:
@@ -48,23 +50,28 @@ def read_run(folder: Path) -> list[PeerEvents]:
 
 def final_digests(peers: Sequence[PeerEvents]) -> dict[str, str]:
     """Each finished peer's anchor digest at the end."""
-    return {peer.name: str(peer.last("done")["digest"]) for peer in peers if peer.last("done").get("digest")}
+    return {peer.name: str(peer.last("done")["digest"]) for peer in peers if peer.last("done").get("finished")}
+
+
+def every_step_bytes(steps: float, members: int, parameters: int) -> float:
+    """What averaging float32 gradients in every step sends: 2 (n - 1) / n of their bytes from each of n peers."""
+    return steps * 2 * (members - 1) / members * parameters * BYTES_PER_PARAMETER
 
 
 def bytes_per_token(peers: Sequence[PeerEvents]) -> tuple[float, float]:
     """Payload bytes that a peer sent per token it learnt from, and what averaging in every step would have sent.
 
-    Every-step averaging of P parameter bytes among n peers sends 2 (n - 1) / n * P bytes per step; P is taken from the
-    rounds themselves, which move the same number of bytes once.
+    What was learnt before a run was resumed does not count: its bytes are in another run's events.
     """
     sent = sum(peer.total("round", "bytes_sent") for peer in peers)
-    tokens = sum(float(peer.last("train").get("tokens") or 0) for peer in peers)
-    every_step = 0.0
+    members = max((len(event["members"]) for peer in peers for event in peer.good_rounds), default=1)
+    tokens = every_step = 0.0
     for peer in peers:
-        if peer.good_rounds:
-            full = max(len(event["members"]) for event in peer.good_rounds)
-            complete = [event["bytes_sent"] for event in peer.good_rounds if len(event["members"]) == full]
-            every_step += min(complete) * float(peer.last("round").get("step") or 0)
+        start = peer.last("run_start")
+        learnt = float(peer.last("train").get("tokens") or 0) - float(start.get("tokens") or 0)
+        tokens += learnt
+        if start.get("tokens_per_step"):
+            every_step += every_step_bytes(learnt / start["tokens_per_step"], members, int(start["parameters"]))
     if not tokens:
         return math.nan, math.nan
     return sent / tokens, every_step / tokens

@@ -1,6 +1,7 @@
 """`swarmkit local`: N peers on this machine, supervised from the first to the last."""
 
 import contextlib
+import dataclasses
 import os
 import selectors
 import shutil
@@ -16,6 +17,7 @@ import psutil
 from swarmkit.config import Config, config_to_json
 from swarmkit.errors import ConfigError
 from swarmkit.exits import Exit
+from swarmkit.network_config import host_port
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.processes import Child, Children
 from swarmkit.progress import Progress, Row
@@ -54,11 +56,7 @@ class LocalRun:
     """The supervisor: one thread that waits for children, their messages, and signals."""
 
     def __init__(self, config: Config, *, file: TextIO | None = None) -> None:
-        if config.network.initial_peers:
-            raise ConfigError(
-                "network.initial_peers: peers of `swarmkit local` find each other by themselves; "
-                "to enter a run that is up, use `swarmkit join`"
-            )
+        _check(config)
         self.config = config
         self.began = psutil.Process().create_time()
         self._plan = None
@@ -75,7 +73,7 @@ class LocalRun:
         self._waiting: list[Child] = []  # peers that need an address to begin with
         self._baseline: Member | None = None
         self._signals: list[int] = []
-        self._refused = False  # by a peer that found its settings or data wrong, which are everybody's
+        self._failed: Exit | None = None  # what ended everybody: a setting that is wrong for all, or nobody to join
         self._said: set[str] = set()  # errors, each of which is told once
         self._asked: list[Child] = []  # those that ran when the first signal came
         self._killed = False
@@ -104,7 +102,7 @@ class LocalRun:
         if not self._signals:
             return
         if self._kill_after is None:
-            if not self._refused:
+            if self._failed is None:
                 name = signal.Signals(self._signals[0]).name
                 self._progress.say(f"{name}: asking the peers to leave; once more ends them at once")
             self._kill_after = time.monotonic() + max(1.0, self.config.launch.grace_s - KILL_S)
@@ -140,7 +138,7 @@ class LocalRun:
         resume, exactly = (None, True) if self._plan is None or restart else self._plan.for_peer(slot)
         folder = self.folder / f"peer-{slot}"
         arguments = {
-            "config": config_to_json(self.config),
+            "config": config_to_json(_of_slot(self.config, slot)),
             "folder": str(folder),
             "slot": slot,
             "sockets": str(self._sockets),
@@ -245,9 +243,9 @@ class LocalRun:
             return
         member.row.state = "died"
         if child.code == Exit.settings and not self._signals:
-            self._refused = True
+            self._failed = Exit.settings
             self._signals.append(signal.SIGTERM)
-        if self._refused:
+        if self._failed is Exit.settings:
             return
         self._progress.say(f"{child.name} ended {_describe(child.code)} at step {member.row.step}; its log ends with:")
         for line in _tail(self.folder / child.name / "log.txt"):
@@ -256,6 +254,7 @@ class LocalRun:
             return
         if not self._addresses and self._waiting:
             self._progress.say("no peer is up that the others could join: giving up")
+            self._failed = Exit(child.code) if child.code in {code.value for code in Exit} else Exit.error
             self._signals.append(signal.SIGTERM)
         elif self.config.launch.restart and self._addresses and member.restarts < MAX_RESTARTS:
             self._progress.say(f"{child.name} is started again ({member.restarts + 1} of {MAX_RESTARTS})")
@@ -271,8 +270,8 @@ class LocalRun:
         return [member for member in self._members.values() if member.finished]
 
     def _conclude(self) -> int:
-        if self._refused:
-            return Exit.settings
+        if self._failed is not None:
+            return self._failed
         lines, agreed = summarise(self.config, list(self._members.values()), self._baseline)
         for line in lines:
             self._progress.say(line)
@@ -304,6 +303,36 @@ class LocalRun:
         self._selector.close()
         os.close(self._wake)
         os.close(self._wake_end)
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for settings that peers on one machine cannot share."""
+    network = config.network
+    if network.initial_peers:
+        raise ConfigError(
+            "network.initial_peers: peers of `swarmkit local` find each other by themselves; "
+            "to enter a run that is up, use `swarmkit join`"
+        )
+    for key in ("identity", "announce"):
+        if getattr(network, key) and config.peers > 1:
+            raise ConfigError(
+                f"network.{key}={getattr(network, key)}: every peer needs one of its own, which `swarmkit local` has "
+                "no way to give; use `swarmkit start` and `join`"
+            )
+
+
+def _of_slot(config: Config, slot: int) -> Config:
+    """The settings of one peer: ports that are given count upwards from the first peer's."""
+    host, port = host_port("network.listen", config.network.listen)
+    bulk, prometheus = config.network.bulk_port, config.log.prometheus_port
+    if max(port, bulk, prometheus) + slot > 65535:
+        raise ConfigError(f"peers={config.peers}: not enough ports above {max(port, bulk, prometheus)}")
+    listen = f"[{host}]" if ":" in host else host
+    network = dataclasses.replace(
+        config.network, listen=f"{listen}:{port and port + slot}", bulk_port=bulk and bulk + slot
+    )
+    log = dataclasses.replace(config.log, prometheus_port=prometheus and prometheus + slot)
+    return dataclasses.replace(config, network=network, log=log)
 
 
 def _describe(code: int) -> str:

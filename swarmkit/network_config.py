@@ -1,9 +1,11 @@
 """Settings of the network as a run's configuration names them, and the node settings they make."""
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarmkit.checks import at_least, positive
+from swarmkit.peers.preflight import check_address
 from swarmkit.peers.settings import Transport
 
 if TYPE_CHECKING:
@@ -50,7 +52,11 @@ class NetworkConfig:
                 f"network.silence_s={self.silence_s}: must be below network.round_timeout_s={self.round_timeout_s}, "
                 "or a dead member would only be noticed after its round has failed"
             )
+        for address in self.initial_peers:
+            check_address(address, key="network.initial_peers")
         for address in self.announce:
+            if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/tcp/\d+(/.*)?", address):
+                raise ValueError(f"network.announce={address!r}: must look like /ip4/203.0.113.5/tcp/31337")
             if "/tcp/0" in address:
                 raise ValueError(f"network.announce={address!r}: nobody can dial port 0; name the real one")
 
@@ -78,6 +84,6 @@ class NetworkConfig:
 def host_port(key: str, text: str) -> tuple[str, int]:
     """Split host:port ([host]:port for IPv6); raises ValueError naming the key."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not int(port) < 65536:
+    if not colon or not re.fullmatch(r"[\w.:-]+|\[[\w:.]+\]", host) or not port.isdigit() or not int(port) < 65536:
         raise ValueError(f"{key}={text!r}: must be host:port, as 0.0.0.0:31337 or [::]:31337")
     return host.strip("[]"), int(port)

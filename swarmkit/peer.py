@@ -24,12 +24,13 @@ def start(config: Config, *, say: Say = print) -> int:
     """Begin a run on this machine and train; prints the line with which others join."""
     leaving = Leaving(config.network.drain_timeout_s)
     leaving.install()
-    with told_errors(say) as result, socket_folder() as sockets:
+    with told_errors(say) as result, socket_folder(leaving) as sockets:
         resume = _newest(Path(config.resume)) if config.resume is not None else None
         corpus, folder = open_data(config), make_run_folder(config)
         settings = config.network.settings(sockets)
         node = Node.start(config.name, initial_peers=config.network.initial_peers, settings=settings)
         try:
+            _refuse_second_start(node)
             node.publish_config(config_to_json(config))
             say(f"run {config.name!r} is up; results in {folder}; join it with:\n    {_join_line(node)}")
             place = Place(folder=folder / "peer-0", resume=resume, expected=config.network.min_peers)
@@ -50,7 +51,7 @@ def join(addresses: Sequence[str], overrides: Sequence[str] = (), *, name: str |
         own = _own_settings(addresses, others)
         leaving = Leaving(own.network.drain_timeout_s)
         leaving.install()
-        with socket_folder() as sockets:
+        with socket_folder(leaving) as sockets:
             node = Node.start(name, initial_peers=addresses, settings=own.network.settings(sockets), existing=True)
             try:
                 config = with_paths(_adapt(config_from_json(node.fetch_config()), own), files)
@@ -69,7 +70,7 @@ def bootstrap(config: Config, *, say: Say = print) -> int:
     """Keep a run's DHT up without training, until a signal comes."""
     leaving = Leaving(config.network.drain_timeout_s)
     leaving.install()
-    with told_errors(say) as result, socket_folder() as sockets:
+    with told_errors(say) as result, socket_folder(leaving) as sockets:
         settings, known = config.network.settings(sockets), config.network.initial_peers
         node = Node.start(config.name, initial_peers=known, settings=settings, role="bootstrap")
         try:
@@ -81,6 +82,17 @@ def bootstrap(config: Config, *, say: Say = print) -> int:
         finally:
             node.close()
     return result.code
+
+
+def _refuse_second_start(node: Node) -> None:
+    """Raise ConfigError when the run is up: this peer would train in it with settings of its own."""
+    there = [r for r in node.refresh() if r.peer_id != node.peer_id and r.may_coordinate]
+    if there:
+        address = there[0].address or "ADDRESS"
+        raise ConfigError(
+            f"name={node.run}: a run of this name is up with {len(there)} replicas; enter it with "
+            f"`swarmkit join {address}`, or choose another name"
+        )
 
 
 def _join_line(node: Node) -> str:

@@ -61,9 +61,10 @@ def told_errors(say: Say, tell: Callable[[str], object] = lambda text: None) -> 
 
 
 @contextlib.contextmanager
-def socket_folder() -> Iterator[str]:
-    """A folder for p2pd's sockets, removed at the end."""
+def socket_folder(leaving: Leaving) -> Iterator[str]:
+    """A folder for p2pd's sockets, removed at the end, a sudden one too."""
     folder = make_socket_folder()
+    leaving.clean = lambda: shutil.rmtree(folder, ignore_errors=True)
     try:
         yield str(folder)
     finally:
@@ -134,7 +135,11 @@ class _Replica:
             evaluates_alone=self.place.evaluates_alone,
             slot=slot,
         )
-        anchor = trainer.optimizer.anchor().values()
+        trainer.stop = self.stop
+        self.leaving.ready(self.stop.set, collective.close)
+        if self.place.resume is not None:
+            trainer.resume(checkpoint.load(self.place.resume), exactly=self.place.exactly)
+            self.say(f"resumed {self.place.resume} at step {trainer.optimizer.step_count}")
         self.events.emit(
             "run_start",
             id=self.node.peer_id,
@@ -142,13 +147,10 @@ class _Replica:
             version=__version__,
             steps=self.config.steps,
             slot=slot,
-            parameters=sum(tensor.numel() for tensor in anchor),
+            parameters=sum(tensor.numel() for tensor in trainer.optimizer.anchor().values()),
+            tokens=trainer.tokens,
+            tokens_per_step=trainer.tokens_per_step,
         )
-        trainer.stop = self.stop
-        self.leaving.ready(self.stop.set, collective.close)
-        if self.place.resume is not None:
-            trainer.resume(checkpoint.load(self.place.resume), exactly=self.place.exactly)
-            self.say(f"resumed {self.place.resume} at step {trainer.optimizer.step_count}")
         code = self._begin(trainer)
         if code is not None:
             return code

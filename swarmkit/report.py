@@ -46,10 +46,10 @@ def _outcome(peers: Sequence[PeerEvents], baseline: PeerEvents | None) -> list[s
         ("peers that finished", f"{len(digests)} of {len(peers)}"),
         ("anchor digests", _agreement(digests)),
         ("bytes sent per token", _number(sent)),
-        ("averaging in every step would send", f"{_number(every_step)} ({_number(every_step / sent)} times as much)")
-        if sent
-        else ("bytes sent per token", "0"),
     ]
+    if sent:
+        more = f"{_number(every_step)} ({_number(every_step / sent)} times as much)"
+        rows.append(("averaging in every step would send", more))
     return ["| what | value |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows), ""]
 
 

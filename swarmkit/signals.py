@@ -19,6 +19,7 @@ class Leaving:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.number: int | None = None  # the signal that came
+        self.clean: Callable[[], object] = lambda: None  # what a second signal still does
         self._on_leave: Callable[[], None] | None = None
         self._on_deadline: Callable[[], None] | None = None
 
@@ -39,6 +40,7 @@ class Leaving:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
+            self.clean()
             os._exit(128 + number)
         self.number = number
         # The kernel keeps this deadline, whatever this process is stuck in.

@@ -1,5 +1,6 @@
 """Settings of every strategy, and from settings to a strategy."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
     from swarmkit.optim import Collective, Schedule, SyncedOptimizer
     from swarmkit.optim.averaging import Averaging
+
+
+DEVICES = r"cpu|mps|cuda(:\d+)?"
 
 
 class SyncRule(Enum):
@@ -58,6 +62,10 @@ class StrategyConfig:
     name: str = "diloco"  # which strategy; set by the choice of the group
     offload: str | None = None  # device that holds the anchor and the outer state, such as cpu; none: the model's
 
+    def __post_init__(self) -> None:
+        if self.offload is not None and not re.fullmatch(DEVICES, self.offload):
+            raise ValueError(f"strategy.offload={self.offload!r}: must be cpu, cuda, cuda:N or mps")
+
 
 @dataclass(kw_only=True, slots=True)
 class AllReduceConfig(StrategyConfig):
@@ -90,6 +98,7 @@ class DiLoCoConfig(StrategyConfig):
     mixing: float = 0.0  # share of the local parameters that is kept when a result is adopted
 
     def __post_init__(self) -> None:
+        StrategyConfig.__post_init__(self)
         positive("strategy", self, "outer_lr")
         in_range("strategy", self, 0.0, 1.0, "outer_momentum")
         at_least("strategy", self, 1, "fragments")
@@ -129,6 +138,7 @@ class CO2Config(StrategyConfig):
     keep_local: bool = False  # begin windows from the anchor plus this peer's newest progress; not in the paper
 
     def __post_init__(self) -> None:
+        StrategyConfig.__post_init__(self)
         positive("strategy", self, "outer_lr")
         in_range("strategy", self, 0.0, 1.0, "outer_momentum")
         number = isinstance(self.penalty, int | float) and not isinstance(self.penalty, bool)
@@ -171,6 +181,7 @@ class DeMoConfig(StrategyConfig):
     average: CoefficientAverage = CoefficientAverage.senders  # what a sum is divided by
 
     def __post_init__(self) -> None:
+        StrategyConfig.__post_init__(self)
         at_least("strategy", self, 1, "every", "k")
         if not 1 <= self.chunk <= 256:
             raise ValueError(f"strategy.chunk={self.chunk}: between 1 and 256")

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmkit.config import Config
+from swarmkit.events import every_step_bytes
 from swarmkit.processes import Child
 from swarmkit.progress import Row, megabytes
-
-BYTES_PER_PARAMETER = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +19,8 @@ class Member:
     slot: int = 0
     restarts: int = 0
     parameters: int = 0
+    first_tokens: int = 0  # learnt before this process began, by whom it was resumed from
+    tokens_per_step: int = 0
     done: Mapping[str, Any] | None = None
     score: Mapping[str, Any] | None = None  # its last evaluation
     sample: str = ""
@@ -41,6 +42,7 @@ class Member:
         self.events[kind] = self.events.get(kind, 0) + 1
         if kind == "run_start":
             self.parameters = int(event["parameters"])
+            self.first_tokens, self.tokens_per_step = int(event["tokens"]), int(event["tokens_per_step"])
         elif kind == "done":
             self.done = event
         elif kind == "eval":
@@ -97,14 +99,14 @@ def _score(score: Mapping[str, Any]) -> str:
 
 def _traffic(config: Config, members: list[Member]) -> list[str]:
     """Bytes per token, beside what averaging gradients in every step would have sent for the same tokens."""
-    tokens = sum(member.row.tokens for member in members)
+    learnt = [(member, member.row.tokens - member.first_tokens) for member in members if member.tokens_per_step]
+    tokens = sum(count for _, count in learnt)
     sent = sum(member.row.bytes_sent for member in members)
     parameters = max((member.parameters for member in members), default=0)
-    steps = sum(member.row.step for member in members)
-    if not tokens or not parameters or config.peers < 2:
+    if tokens <= 0 or not parameters or config.peers < 2:
         return []
-    # A butterfly all-reduce: 2 (n - 1) / n of the gradients per peer and step.
-    every_step = steps * 2 * (config.peers - 1) / config.peers * parameters * BYTES_PER_PARAMETER
+    steps = sum(count / member.tokens_per_step for member, count in learnt)
+    every_step = every_step_bytes(steps, config.peers, parameters)
     ratio = f", {every_step / sent:.1f} times as much" if sent else ""
     return [
         f"traffic     {sent / tokens:.2f} bytes sent per token ({megabytes(sent)} in all); "

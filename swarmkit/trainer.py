@@ -39,7 +39,7 @@ class Outcome:
     tokens: int  # that this peer learnt from
     finished: bool  # False: it was asked to leave, or was left alone
     left_behind: str  # why it does not hold the state of the others; empty: it does, as far as it knows
-    rounds_closed: int  # that gave a result
+    rounds_closed: int  # that gave a result, with others in it unless the run has one peer
     score: Score | None  # None: another member of the last round evaluates
     sample: str
 
@@ -152,7 +152,7 @@ class Trainer:
         if observe and self.optimizer.step_count < self.config.steps:
             self._set_learning_rate()
             step = self.optimizer.step_count + (meta.get("window") or 1)
-            self._around.await_round(self.optimizer.round, step=step, tokens_per_step=self._tokens_per_step())
+            self._around.await_round(self.optimizer.round, step=step, tokens_per_step=self.tokens_per_step)
             self.optimizer.observe_round()
         self._evaluated_at = self._saved_at = self.optimizer.step_count
 
@@ -160,7 +160,9 @@ class Trainer:
         """Go to where a peer that drew every step's samples of this share would be."""
         self.source.seek(self.optimizer.step_count * self.config.batch_size * self.config.accumulate)
 
-    def _tokens_per_step(self) -> int:
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens, or images, that this peer learns from in one inner step."""
         spec = self.corpus.spec
         return self.config.batch_size * self.config.accumulate * (spec.shape[0] if spec.kind == "tokens" else 1)
 
@@ -275,7 +277,7 @@ class Trainer:
 
     def _on_round(self, report: RoundReport) -> None:
         self._tell_changes(report)
-        self._rounds_closed += bool(report.members)
+        self._rounds_closed += len(report.members) >= min(2, self.config.peers)
         self._last_round = report
         self._watch.communication += report.exposed
         self._watch.waiting += min(report.waited, report.exposed)

@@ -1,9 +1,11 @@
 """`swarmkit local` with four real processes on loopback: agreement, deaths, late joiners, resuming, no ghosts."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -241,3 +243,43 @@ def test_what_no_peer_can_work_with_is_told_once(setting: str, reason: str, tmp_
         assert run.text.count(reason) == 1, run.text
         assert "Traceback" not in run.text
         run.assert_all_gone(3)
+
+
+@pytest.mark.parametrize("setting", ["network.identity=key", "network.announce=[/ip4/127.0.0.1/tcp/4001]"])
+def test_what_peers_on_one_machine_cannot_share_is_refused(setting: str, tmp_path: Path) -> None:
+    with command("local", setting, *SMALL, folder=tmp_path) as run:
+        assert run.wait(30) == 2, run.text
+        assert "every peer needs one of its own" in run.text
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ports that are free."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return int(first)
+
+
+def test_ports_that_are_given_count_upwards_from_the_first_peers(tmp_path: Path) -> None:
+    first = free_ports(6)
+    ports = [
+        f"network.listen=127.0.0.1:{first}",
+        f"network.bulk_port={first + 2}",
+        f"log.prometheus_port={first + 4}",
+    ]
+    with command("local", "peers=2", "steps=16", *ports, *SMALL, folder=tmp_path) as run:
+        assert run.wait(60) == 0, run.text
+        assert "2 of 2 peers finished and hold the same parameters" in run.text
+
+
+def test_a_first_peer_that_cannot_start_is_a_failure(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"network.listen=127.0.0.1:{taken.getsockname()[1]}"
+        with command("local", "peers=2", listen, *SMALL, folder=tmp_path) as run:
+            assert run.wait(60) not in (0, 130), run.text
+            run.assert_all_gone(5)

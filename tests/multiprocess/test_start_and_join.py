@@ -38,6 +38,17 @@ def test_the_printed_line_is_enough_to_join(folders: list[Path]) -> None:
                 run.assert_all_gone(5)
 
 
+def test_a_run_that_is_up_is_not_started_a_second_time(folders: list[Path]) -> None:
+    with command("start", "name=one", LONG, *SMALL, folder=folders[0]) as one:
+        one.wait_for_round(0, 1)
+        again = ["start", "name=one", f"network.initial_peers=[{one.address()}]", LONG, *SMALL]
+        with command(*again, folder=folders[1]) as two:
+            assert two.wait(40) == 2, two.text
+            assert "a run of this name is up" in two.text
+            two.assert_all_gone(5)
+        assert {len(event["members"]) for event in one.events(0, "round")} == {1}
+
+
 def test_who_waits_says_so_within_ten_seconds_and_gives_up_in_time(folders: list[Path]) -> None:
     settings = ["peers=2", "network.min_peers=2", "network.max_wait_s=9", LONG, *SMALL]
     with command("start", *settings, folder=folders[0]) as run:
@@ -94,6 +105,7 @@ def test_a_second_signal_ends_a_peer_at_once(folders: list[Path]) -> None:
         os.kill(run.process.pid, signal.SIGTERM)
         os.kill(run.process.pid, signal.SIGCONT)
         assert run.wait(5) in (130, 143), run.text
+        run.assert_all_gone(5)
 
 
 def test_joining_where_there_is_no_run_fails_at_once_and_says_why(folders: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import Future
 
@@ -107,6 +108,22 @@ def test_a_member_with_another_past_is_not_averaged_with_the_others(trio: Trio) 
     assert c.missed
     again = [trio.offer(rank, 3, lineage="new") for rank in range(3)]
     assert all(len(outcome(future)) == 3 for future in again)  # type: ignore[arg-type]
+
+
+def test_a_coordinator_that_freezes_late_does_not_stretch_the_round(trio: Trio) -> None:
+    # The third lives but never comes, so the round is still open when the coordinator freezes.
+    started = time.monotonic()
+    waiting = trio.offer(1, 0)
+    with pytest.raises(TimeoutError):
+        waiting.result(5.5)
+    daemon = trio.nodes[0]._p2p._child
+    assert daemon is not None
+    psutil.Process(daemon.pid).suspend()
+    try:
+        outcome(waiting)
+        assert time.monotonic() - started < 8 + 5
+    finally:
+        psutil.Process(daemon.pid).resume()
 
 
 def test_a_member_that_hands_out_a_mean_that_is_not_finite_is_the_one_that_goes(

@@ -132,6 +132,10 @@ def test_a_free_form_dictionary_takes_plain_values_only(override: str) -> None:
         ("device=gpu", "device='gpu': must be auto, cpu, cuda, cuda:N or mps"),
         ("model=mlp", "model=mlp: it learns from images, data=stdlib has tokens"),
         ("data=digits", "model=gpt: it learns from tokens, data=digits has images; use model=mlp, resnet or vit"),
+        ("strategy.offload=foo", "strategy.offload='foo': must be cpu, cuda, cuda:N or mps"),
+        ("network.initial_peers=[garbage]", "network.initial_peers: 'garbage' is not an address of a peer"),
+        ("network.announce=[garbage]", "network.announce='garbage': must look like /ip4/203.0.113.5/tcp/31337"),
+        ("network.listen='foo bar:80'", "network.listen='foo bar:80': must be host:port"),
         ("log.prometheus_port=70000", "log.prometheus_port=70000: not a port"),
     ],
 )

@@ -13,13 +13,24 @@ from swarmkit.report import write_report
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def write_peer(folder: Path, *, digest: str = "abc123", dead: bool = False, sent: int = 150) -> None:
+def write_peer(
+    folder: Path,
+    *,
+    digest: str = "abc123",
+    dead: bool = False,
+    sent: int = 150,
+    finished: bool = True,
+    first_tokens: int = 0,
+) -> None:
     """Twenty steps of 100 tokens, a round every ten, of two members."""
     time = iter(range(1000, 2000))
     with EventLog(folder / "events.jsonl", peer=folder.name, clock=lambda: float(next(time))) as log:
+        log.emit("run_start", parameters=5, tokens=first_tokens, tokens_per_step=100)
         for step in range(1, 21):
             shares = {"compute_s": 0.6, "communication_s": 0.3, "waiting_s": 0.1}
-            log.emit("train", step=step, tokens=100 * step, loss=5.0 / step, tokens_per_s=100.0, **shares)
+            log.emit(
+                "train", step=step, tokens=first_tokens + 100 * step, loss=5.0 / step, tokens_per_s=100.0, **shares
+            )
             if step == 10:
                 log.emit("round", round=0, step=10, members=["a", "b"], bytes_sent=sent, bytes_received=sent)
             if step == 10 and dead:
@@ -28,7 +39,7 @@ def write_peer(folder: Path, *, digest: str = "abc123", dead: bool = False, sent
         log.emit("round", round=1, step=20, failed="timeout", members=[], bytes_sent=0, bytes_received=0)
         log.emit("eval", step=20, loss=1.5, bpb=2.25)
         log.emit("sample", text="def f():\n```` x\n")
-        log.emit("done", digest=digest)
+        log.emit("done", digest=digest, finished=finished)
 
 
 def lines_of(folder: Path) -> list[str]:
@@ -53,8 +64,22 @@ def test_the_report_holds_the_outcome_the_peers_and_the_failures(tmp_path: Path)
 def test_bytes_per_token_are_compared_with_averaging_in_every_step(tmp_path: Path) -> None:
     for index in range(2):
         write_peer(tmp_path / f"peer-{index}")
-    # 2 peers sent 150 bytes each for 2,000 tokens each; every-step averaging sends 150 in each of 20 steps.
-    assert bytes_per_token(read_run(tmp_path)) == (300 / 4000, 2 * 150 * 20 / 4000)
+    # 2 peers sent 150 bytes each for 2,000 tokens each; every-step averaging sends 20 bytes of gradients in 20 steps.
+    assert bytes_per_token(read_run(tmp_path)) == (300 / 4000, 2 * 20 * 20 / 4000)
+
+
+def test_what_was_learnt_before_a_run_was_resumed_does_not_count(tmp_path: Path) -> None:
+    for index in range(2):
+        write_peer(tmp_path / f"peer-{index}", first_tokens=50_000)
+    assert bytes_per_token(read_run(tmp_path)) == (300 / 4000, 2 * 20 * 20 / 4000)
+
+
+def test_a_peer_that_left_early_has_not_finished(tmp_path: Path) -> None:
+    write_peer(tmp_path / "peer-0")
+    write_peer(tmp_path / "peer-1", digest="early", finished=False)
+    lines = lines_of(tmp_path)
+    assert "| peers that finished | 1 of 2 |" in lines
+    assert not any("DIFFERENT" in line for line in lines)
 
 
 def test_different_digests_are_shouted(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from swarmkit.summary import Member, summarise
 from tests.unit.swarmkit.harness_replicas import small_config
 
 
-def member(number: int, digest: str = "d1", *, finished: bool = True, code: int = 0, **done: Any) -> Member:
+def member(
+    number: int, digest: str = "d1", *, finished: bool = True, code: int = 0, first_tokens: int = 0, **done: Any
+) -> Member:
     ends = socket.socketpair()
     ends[1].close()
     link = Link(ends[0])
@@ -17,7 +19,8 @@ def member(number: int, digest: str = "d1", *, finished: bool = True, code: int 
     one = Member(child=Child(number, f"peer-{number}", link, code=code), row=Row(f"peer-{number}"))
     counts = {"step": 100, "tokens": 1000, "bytes_sent": 4000, "bytes_received": 4000, "rounds_closed": 3}
     end = {"kind": "done", "finished": finished, "digest": digest, **counts, **done}
-    for event in ({"kind": "run_start", "parameters": 500}, end):
+    start = {"kind": "run_start", "parameters": 500, "tokens": first_tokens, "tokens_per_step": 10}
+    for event in (start, end):
         one.note(event)
         one.row.update(event)
     return one
@@ -79,3 +82,10 @@ def test_without_a_terminal_progress_is_plain_lines(capsys: Any) -> None:
     assert first.startswith("step 5/10  round 1  loss 3.0000  200 tokens/s  sent 3.0 MB")
     assert "loss 2.0000" in second
     assert "peer-1" not in second
+
+
+def test_the_traffic_of_a_resumed_run_is_that_of_its_own_tokens() -> None:
+    members = [member(number, first_tokens=49_000, tokens=50_000) for number in range(2)]
+    text = "\n".join(summarise(small_config(), members, None)[0])
+    assert "4.00 bytes sent per token" in text
+    assert "averaging in every step would send 200.00, 50.0 times as much" in text

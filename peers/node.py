@@ -10,8 +10,9 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from swarmkit.peers.attach import attach
 from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.directory import LIFETIME_S, announce_run, find_run
@@ -26,6 +27,9 @@ from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.state import Progress, Provider, Snapshot, StateServer, fetch_state
 from swarmkit.peers.transport import Bulk
 from swarmkit.peers.wire import Message, field
+
+if TYPE_CHECKING:
+    from swarmkit.optim.synced import SyncedOptimizer
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -208,6 +212,15 @@ class Node:
         )
         self._collectives.append(collective)
         return collective
+
+    def attach(self, optimizer: "SyncedOptimizer") -> None:
+        """Keep an optimizer of your own loop with the run; call it once, before the first step.
+
+        It takes over the state of peers that train already, whatever the parameters here were, and serves it to later
+        ones. When the others close a round without this peer, the step that finds out fetches their state. Raises
+        JoinFailed when that fails too often.
+        """
+        attach(self, optimizer)
 
     # -- the run's configuration ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,52 @@
+"""Keeps an optimizer of somebody's own loop with its run: takes the state over, serves it, catches up."""
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from swarmkit.optim.errors import SwarmError
+from swarmkit.peers.errors import JoinFailed
+
+if TYPE_CHECKING:
+    from swarmkit.optim.synced import RoundReport, SyncedOptimizer
+    from swarmkit.peers.node import Node
+
+logger = logging.getLogger(__name__)
+ATTEMPTS = 8
+WAIT_S = 10.0  # at most, between two of them
+
+
+def attach(node: "Node", optimizer: "SyncedOptimizer") -> None:
+    """See Node.attach."""
+    node.announce("joining")
+    if any(record.state == "training" and record.peer_id != node.peer_id for record in node.refresh()):
+        catch_up(node, optimizer)
+    node.serve_state(optimizer.snapshot)
+    node.announce("training")
+
+    def tell(report: "RoundReport") -> None:
+        node.heartbeat(round=report.round + 1, step=report.step)
+
+    def heal(*_: object) -> None:
+        if optimizer.needs_state:
+            logger.warning("the others closed a round without this peer: fetching their state")
+            catch_up(node, optimizer)
+
+    optimizer.on_round.append(tell)
+    # After the step rather than in it: its gradients are of parameters that the state replaces.
+    optimizer.register_step_post_hook(heal)
+
+
+def catch_up(node: "Node", optimizer: "SyncedOptimizer") -> None:
+    """Fetch the swarm's state and watch its next round; raises JoinFailed when that failed too often."""
+    reason = ""
+    for attempt in range(ATTEMPTS):
+        try:
+            optimizer.load_snapshot(*node.fetch_state())
+            optimizer.observe_round()
+        except (SwarmError, ValueError) as error:
+            reason = str(error)
+            time.sleep(min(0.5 * 2**attempt, WAIT_S))
+        else:
+            return
+    raise JoinFailed(f"the swarm's state could not be adopted in {ATTEMPTS} attempts; the last: {reason}")

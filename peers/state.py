@@ -106,7 +106,7 @@ async def _fetch_from(
     if len(buffer) != size or await asyncio.to_thread(digest_of, buffer) != field(offer, "digest", str):
         raise ProtocolError(f"the state from {donor[-8:]} is damaged: {len(buffer)} of {size} bytes or a wrong digest")
     try:
-        tensors = safetensors.torch.load(bytes(buffer))
+        tensors = await asyncio.to_thread(lambda: safetensors.torch.load(bytes(buffer)))
         meta = json.loads(field(offer, "meta", str))
     except (safetensors.SafetensorError, ValueError) as error:
         raise ProtocolError(f"the state from {donor[-8:]} cannot be read: {error}") from error

@@ -1,49 +1,37 @@
-"""Every benchmark in one go: python -m tests.bench [--json FILE]."""
+"""Benchmarks: python -m tests.bench [NAME [OPTIONS]]; without a name all but the long ones (strategies, demo)."""
 
-import argparse
-import json
+import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
-from tests.network.namespaces import why_not
-
-
-def step_overhead() -> Any:
-    """Run the step benchmark and return its result."""
-    command = [sys.executable, "-m", "tests.bench.step_overhead"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    result = json.loads(done.stdout)
-    print(
-        f"a step between rounds, {result['parameters'] / 1e6:.1f} M parameters: {result['ratio']:.4f} times the inner "
-        f"optimizer's (two bare ones differ by {result['noise']:.4f})\n",
-        flush=True,
-    )
-    return result
+LONG = ("strategies", "demo")
+HELPERS = ("allreduce_peers",)
 
 
-def all_reduce() -> Any:
-    """Run the all-reduce benchmark, which prints its table, and return its rows; None where it cannot run."""
-    missing = why_not()
-    if missing:
-        print(f"all-reduce on shaped links: not measured, {missing}")
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "rows.json")
-        subprocess.run([sys.executable, "-m", "tests.bench.allreduce", "--json", str(file)], check=True)
-        return json.loads(file.read_text())
+def names() -> list[str]:
+    """The benchmarks there are."""
+    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    return [name for name in files if not name.startswith("_") and name not in HELPERS]
 
 
 def main() -> None:
-    """Measure, print tables, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write all results here")
-    options = parser.parse_args()
-    results = {"step_overhead": step_overhead(), "all_reduce": all_reduce()}
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    """Run one with its own options, or all."""
+    if len(sys.argv) > 1:
+        name = sys.argv[1]
+        if name not in names():
+            raise SystemExit(f"{name}: no such benchmark; there are {', '.join(names())}")
+        sys.argv = [f"tests.bench.{name}", *sys.argv[2:]]
+        runpy.run_module(f"tests.bench.{name}", run_name="__main__")
+        return
+    failed = []
+    for name in names():
+        if name not in LONG:
+            print(f"== {name}", flush=True)
+            if subprocess.run([sys.executable, "-m", f"tests.bench.{name}"], check=False).returncode:
+                failed.append(name)
+    if failed:
+        raise SystemExit(f"missed its aim, or could not run: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python -m tests.bench.allreduce --sizes 16,64 --peers 2,4 --rate 100
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -160,6 +161,8 @@ def run(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+SHARE = 0.85  # of the bound, at least
+CPU_SHARE = 0.5  # of hivemind's CPU seconds, at most
 HEAD = (
     f"{'engine':32}{'peers':>6}{'MB':>5}{'seconds':>9}{'(best-worst)':>16}{'bound':>7}{'share':>7}{'CPU s':>7}"
     f"{'wire':>6}"
@@ -175,6 +178,22 @@ def line(row: Row) -> str:
     )
 
 
+def verdict(rows: list[Row]) -> list[str]:
+    """What falls short of the aims: 85 % of the line's bound, and half of hivemind's CPU seconds in the same run."""
+    short = []
+    theirs = {(row.peers, row.megabytes): row.cpu_seconds for row in rows if row.engine == "hivemind"}
+    for row in rows:
+        if row.engine != "swarm":
+            continue
+        what = f"{row.peers} peers, {row.megabytes:g} MB"
+        if row.share < SHARE:
+            short.append(f"{what}: {row.share:.0%} of the bound, not {SHARE:.0%}")
+        share = row.cpu_seconds / theirs.get((row.peers, row.megabytes), math.inf)
+        if share > CPU_SHARE:
+            short.append(f"{what}: {share:.0%} of hivemind's CPU seconds, not {CPU_SHARE:.0%}")
+    return short
+
+
 def main() -> None:
     """Parse, measure, print a table and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -187,6 +206,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds after one warm-up")
     parser.add_argument("--engines", type=numbers(str), default=list(LABELS))
     parser.add_argument("--json", type=Path, help="write rows here")
+    parser.add_argument("--check", action="store_true", help="fail when an aim is missed")
     options = parser.parse_args()
     missing = why_not()
     if missing:
@@ -204,10 +224,14 @@ def main() -> None:
         "seconds": round(time.monotonic() - started, 1),
         "rows": [asdict(row) for row in rows],
     }
+    short = verdict(rows)
+    print("\n".join(short) or "all aims are met")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     else:
         print(json.dumps(result))
+    if short and options.check:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import torch
 from swarmkit.optim import DiLoCo, Every
 from swarmkit.peers.local import LocalSwarm
 
+LIMIT = 0.03  # of the inner optimizer's step
+
 
 def parameters(layers: int, width: int) -> list[torch.nn.Parameter]:
     """Matrices and biases with gradients, as a small transformer has them."""
@@ -74,6 +76,8 @@ def main() -> None:
         "noise": round(paired(times["bare"], times["inner"]), 4),
     }
     print(json.dumps(result))
+    if result["ratio"] > max(1.0, result["noise"]) + LIMIT:
+        raise SystemExit(f"a step between rounds costs more than {LIMIT:.0%} of the inner optimizer's")
 
 
 if __name__ == "__main__":

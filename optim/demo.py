@@ -26,9 +26,15 @@ class DeMo(SyncedOptimizer):
 
     In every step the momentum is multiplied by `beta` and takes up the gradient. In a round, each member's k largest
     coefficients go to all members, `alpha` times what it sent leaves its momentum (the rest is the error that it
-    keeps), and the inner optimizer takes a step with the mean, or with its `sign`, as the gradient: SGD for the
-    paper's two forms, any other for a different one. Between rounds parameters do not move. Chunks are `chunk` by
-    `chunk` (see `Chunks`); `k` is for one of 64 by 64, others send in proportion to the root of their area.
+    keeps), and the inner optimizer takes a step with the mean as the gradient. Between rounds parameters do not move.
+    Chunks are `chunk` by `chunk` (see `Chunks`); `k` is for one of 64 by 64, others send in proportion to the root of
+    their area.
+
+    The step: with `sign`, along the signs of the mean, as in the paper's first version; else, with `normalise`, along
+    the mean with each chunk scaled to a root mean square of 1, so that SGD's learning rate is how far parameters move
+    (about 1e-3); with neither, along the mean. Inner optimizers without a first moment fit, SGD above all: one of their
+    own delays once more what the momentum has delayed. Every member receives every other's payload, so the bytes
+    received grow with the members, which an all-reduce's do not.
 
     `values` is how coefficients are sent: "float32", "float16", "int8" or "sign" (1 bit and a scale per chunk); what
     these lose stays in the momentum. `average="senders"` divides a coefficient by the members that sent it, as the
@@ -42,7 +48,7 @@ class DeMo(SyncedOptimizer):
         self,
         inner: torch.optim.Optimizer,
         *,
-        k: int = 32,
+        k: int = 64,
         chunk: int = 64,
         beta: float = 0.999,
         alpha: float = 1.0,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmkit.optim.anchor import LiveAnchor
 from swarmkit.optim.norms import total_norm
 from swarmkit.optim.offer import Offer
 from swarmkit.optim.synced import Closure, SyncedOptimizer
@@ -33,6 +34,9 @@ class AllReduce(SyncedOptimizer):
         self._kept: list[Tensor] = []
         self._kept_weight = 0.0
         super().__init__(inner, **options)
+
+    def _adopt_parameters(self) -> None:
+        self._anchor = LiveAnchor(list(self.parameters()), names=self._names, offload=None)
 
     def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401
         """Average the gradients and take one inner step with the mean."""
@@ -86,7 +90,6 @@ class AllReduce(SyncedOptimizer):
         for parameter, gradient, share in zip(self._anchor.parameters, mean, exact[0].tolist(), strict=True):
             parameter.grad = gradient if share > 0 else None
         self.inner.step()
-        self._anchor.assign(self._anchor.parameters)
         return norm
 
     def _start_over(self, meta: Mapping[str, Any]) -> None:

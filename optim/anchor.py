@@ -67,6 +67,22 @@ class Anchor:
         return digest_tensors(self.named())
 
 
+class LiveAnchor(Anchor):
+    """The parameters as their own anchor: they move in rounds only."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters themselves, detached."""
+        return [parameter.detach() for parameter in self.parameters]
+
+    @tensors.setter
+    def tensors(self, held: list[Tensor]) -> None:
+        """Nothing is held beside the parameters."""
+
+    def restore(self) -> None:
+        """Nothing has moved."""
+
+
 def _held(tensor: Tensor, device: torch.device | None) -> Tensor:
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     held = tensor.detach().to(device=device or tensor.device, dtype=wide, copy=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmkit.optim.anchor import Anchor
+from swarmkit.optim.anchor import LiveAnchor
 from swarmkit.optim.dct import Chunks
 from swarmkit.optim.demo_averaging import DeMoAveraging
 from swarmkit.optim.demo_momentum import Mean, Momentum
@@ -75,7 +75,7 @@ class DeMo(SyncedOptimizer):
 
     def _adopt_parameters(self) -> None:
         parameters = list(self.parameters())
-        self._anchor = _Live(parameters, names=self._names, offload=None)
+        self._anchor = LiveAnchor(parameters, names=self._names, offload=None)
         device = self._offload or (parameters[0].device if parameters else torch.device("cpu"))
         momentum = Momentum(Chunks([parameter.shape for parameter in parameters], self._chunk, device), self._k)
         self.averaging = DeMoAveraging(
@@ -172,21 +172,6 @@ class DeMo(SyncedOptimizer):
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._trouble = state["trouble"]
-
-
-class _Live(Anchor):
-    """The parameters as their own anchor: they move in rounds only."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.parameters]
-
-    @tensors.setter
-    def tensors(self, held: list[Tensor]) -> None:
-        """Nothing is held beside the parameters."""
-
-    def restore(self) -> None:
-        """Nothing has moved."""
 
 
 def _is_usable(gradients: Sequence[Tensor]) -> bool:

@@ -71,8 +71,8 @@ def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
             f"{record.tokens_per_s:,.0f}",
             f"{record.bytes_sent / 1e6:.1f}",
             f"{record.bytes_received / 1e6:.1f}",
-            f"{max(0.0, now - record.updated_at):.0f} s",
             escape(record.device),
+            f"{max(0.0, now - record.updated_at):.0f} s",
             escape(record.digest[:6]),
         )
     return shown

@@ -172,12 +172,13 @@ class DeMoConfig(StrategyConfig):
 
     name: str = "demo"
     every: int = 1  # steps between two rounds; between them parameters do not move
-    k: int = 32  # coefficients sent of each chunk
+    k: int = 64  # coefficients sent of each chunk
     chunk: int = 64  # side of a chunk
     beta: float = 0.999  # decay of the momentum per step
     alpha: float = 1.0  # share of what is sent that leaves the momentum
     values: CoefficientValues = CoefficientValues.sign  # how coefficients are sent
-    sign: bool = False  # step along the sign of the mean, with optimizer=sgd, as Signum does
+    sign: bool = False  # step along the signs of the mean, as the paper's first version does
+    normalise: bool = True  # else scale each chunk's mean to a root mean square of 1; optimizer.lr is then about 1e-3
     average: CoefficientAverage = CoefficientAverage.senders  # what a sum is divided by
 
     def __post_init__(self) -> None:
@@ -281,6 +282,7 @@ def build_strategy(
                 alpha=config.alpha,
                 values=config.values.name,
                 sign=config.sign,
+                normalise=config.normalise,
                 average=config.average.name,
                 **options,
             )

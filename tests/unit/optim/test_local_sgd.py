@@ -94,6 +94,8 @@ def test_a_window_of_32_steps_sends_a_thirty_second_of_all_reduce() -> None:
     def sent(optimizer_of: object, steps: int) -> int:
         def task(collective: LocalCollective, rank: int) -> int:
             model = torch.nn.Linear(64, 64)
+            torch.nn.init.zeros_(model.weight)
+            torch.nn.init.zeros_(model.bias)
             assert callable(optimizer_of)
             optimizer: SyncedOptimizer = optimizer_of(list(model.parameters()), collective)
             reports: list[RoundReport] = []

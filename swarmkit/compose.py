@@ -29,9 +29,7 @@ _DEFAULT_CHOICES = {
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
     """Compose and check the configuration; raises ConfigError naming every key, value and reason, one a line."""
-    problems = [problem for override in overrides if (problem := _refuse(override, overrides)) is not None]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    check_overrides(overrides)
     _register()
     GlobalHydra.instance().clear()
     try:
@@ -42,6 +40,13 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from error
     return to_config(composed)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for keys and choices that do not exist, naming the nearest that do."""
+    problems = [problem for override in overrides if (problem := _refuse(override, overrides)) is not None]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _as_hydra_takes_it(override: str, overrides: Sequence[str]) -> str:

@@ -182,11 +182,16 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _misfits(config.model, config.data)
 
 
+def has_images(data: DataConfig) -> bool:
+    """True for a source of images, False for one of tokens."""
+    if isinstance(data, SyntheticConfig):
+        return data.kind is SyntheticKind.images
+    return isinstance(data, DigitsConfig | FashionMNISTConfig)
+
+
 def _misfits(model: ModelConfig, data: DataConfig) -> Iterator[str]:
     """Models and data that do not fit together."""
-    images = isinstance(data, DigitsConfig | FashionMNISTConfig) or (
-        isinstance(data, SyntheticConfig) and data.kind is SyntheticKind.images
-    )
+    images = has_images(data)
     wants_images = isinstance(model, MLPConfig | ResNetConfig | ViTConfig)
     if images != wants_images:
         have, want = ("images", "tokens") if images else ("tokens", "images")

@@ -8,6 +8,7 @@ from rich.console import Console
 from torch import nn
 
 from swarmkit import checkpoint
+from swarmkit.compose import check_overrides
 from swarmkit.config import Config, SampleConfig, config_from_json, with_own_settings
 from swarmkit.data.corpus import Corpus, DataSpec
 from swarmkit.data.sources import load_corpus
@@ -63,6 +64,7 @@ def _model(config: Config, tensors: dict[str, torch.Tensor], spec: DataSpec, pat
 def evaluate_checkpoint(path: str, overrides: Sequence[str]) -> None:
     """Print a checkpoint's loss on the held-out data of its run; raises CheckpointError, DataError."""
     config, tensors, spec, found = _load(path)
+    check_overrides(overrides)
     config = with_own_settings(config, overrides, ("eval", "batch_size"))
     corpus: Corpus = load_corpus(config.data, context=context_of(config.model))
     score = evaluate(

@@ -61,9 +61,10 @@ class LocalRun:
         self.began = psutil.Process().create_time()
         self._plan = None
         if config.resume is not None:
-            from swarmkit.resume import plan_resume
+            from swarmkit.resume import check_fit, plan_resume
 
             self._plan = plan_resume(Path(config.resume))
+            check_fit(self._plan.paths[0], config)
         self.folder = make_run_folder(config)
         self._sockets = make_socket_folder()
         self._children = Children(PRELOAD, cleanup=[self._sockets], threads=config.threads)
@@ -120,8 +121,8 @@ class LocalRun:
     def supervise(self) -> int:
         """Start everybody and stay until all have ended."""
         if self._plan is not None:
-            exactly = "each peer from its own checkpoint"
-            how = exactly if self._plan.exactly else "all peers from what was shared in the newest checkpoint"
+            own = self._plan.exactly and len(self._plan.paths) >= self.config.peers
+            how = "each peer from its own checkpoint" if own else "peers without one from what was shared"
             self._progress.say(f"resuming at step {self._plan.step}, {how}")
         self._progress.say(f"{self.config.peers} peers, {self.config.steps} steps; results in {self.folder}")
         for number in range(self.config.peers):

@@ -8,11 +8,13 @@ from pathlib import Path
 from swarmkit.compose import load_config
 from swarmkit.config import Config, config_from_json, config_to_json
 from swarmkit.consent import split_paths, with_paths
-from swarmkit.errors import CheckpointError, ConfigError
+from swarmkit.console import ConsoleSink
+from swarmkit.errors import ConfigError
 from swarmkit.neighbours import Say
 from swarmkit.network_config import host_port
 from swarmkit.peers.node import Node
 from swarmkit.replica import Place, open_data, socket_folder, told_errors, train
+from swarmkit.resume import check_fit, find_whole
 from swarmkit.run_folder import make_run_folder
 from swarmkit.signals import Leaving
 
@@ -25,7 +27,9 @@ def start(config: Config, *, say: Say = print) -> int:
     leaving = Leaving(config.network.drain_timeout_s)
     leaving.install()
     with told_errors(say) as result, socket_folder(leaving) as sockets:
-        resume = _newest(Path(config.resume)) if config.resume is not None else None
+        resume = find_whole(Path(config.resume))[-1].path if config.resume is not None else None
+        if resume is not None:
+            check_fit(resume, config)
         corpus, folder = open_data(config), make_run_folder(config)
         settings = config.network.settings(sockets)
         node = Node.start(config.name, initial_peers=config.network.initial_peers, settings=settings)
@@ -34,6 +38,7 @@ def start(config: Config, *, say: Say = print) -> int:
             node.publish_config(config_to_json(config))
             say(f"run {config.name!r} is up; results in {folder}; join it with:\n    {_join_line(node)}")
             place = Place(folder=folder / "peer-0", resume=resume, expected=config.network.min_peers)
+            place.sinks = [ConsoleSink(say, config.steps)]
             result.code = train(node, config, corpus, place, leaving, say)
         finally:
             node.close()
@@ -59,6 +64,7 @@ def join(addresses: Sequence[str], overrides: Sequence[str] = (), *, name: str |
                 say(f"joined run {node.run!r} as {node.peer_id}; results in {folder}; others can join it here too:")
                 say(f"    {_join_line(node)}")
                 place = Place(folder=folder / "peer-0", joining=True, expected=config.network.min_peers)
+                place.sinks = [ConsoleSink(say, config.steps)]
                 result.code = train(node, config, corpus, place, leaving, say)
             finally:
                 node.close()
@@ -126,16 +132,6 @@ def _adapt(published: Config, own: Config) -> Config:
         silence_s=run.silence_s,
     )
     return dataclasses.replace(published, **{**ours, "network": network, "resume": None})
-
-
-def _newest(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or the newest one in a peer's or a run's folder."""
-    from swarmkit.resume import find_checkpoints
-
-    found = find_checkpoints(path)
-    if not found:
-        raise CheckpointError(f"resume={path}: there is no whole checkpoint")
-    return found[-1].path
 
 
 def _report(folder: Path, say: Say) -> None:

@@ -116,14 +116,15 @@ class Progress:
         # At the end those count that got there; the baseline is another training.
         busy = busy or [row for row in self.rows if row.state == "done" and row.name != "baseline"] or self.rows
         what = "baseline: " if all(row.name == "baseline" for row in busy) else ""
+        same = [row for row in self.rows if (row.name == "baseline") == bool(what)]
         losses = [row.loss for row in busy if row.loss is not None]
         loss = f"{sum(losses) / len(losses):.4f}" if losses else "-"
         return (
             f"{what}step {min(row.step for row in busy)}/{self._steps}  round {max(row.round for row in busy)}  "
             f"loss {loss}  "
             f"{sum(row.tokens_per_s for row in busy):,.0f} tokens/s  "
-            f"sent {megabytes(sum(row.bytes_sent for row in busy))}  "
-            f"received {megabytes(sum(row.bytes_received for row in busy))}  "
+            f"sent {megabytes(sum(row.bytes_sent for row in same))}  "
+            f"received {megabytes(sum(row.bytes_received for row in same))}  "
             + ", ".join(f"{row.name} {row.state}" for row in busy)
         )
 

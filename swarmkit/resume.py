@@ -1,11 +1,14 @@
 """Which checkpoint each peer begins from when a run is resumed, on as many peers or on others."""
 
+import dataclasses
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarmkit.checkpoint import MANIFEST, verify
+from swarmkit.config import Config, config_from_json
 from swarmkit.errors import CheckpointError
 
 
@@ -68,15 +71,50 @@ def find_checkpoints(path: Path) -> list[Found]:
     return sorted(whole, key=lambda found: (found.age, str(found.path)))
 
 
+def find_whole(path: Path) -> list[Found]:
+    """As `find_checkpoints`, but raises CheckpointError when there is none."""
+    if not path.exists():
+        raise CheckpointError(f"resume={path} does not exist")
+    found = find_checkpoints(path)
+    if not found:
+        raise CheckpointError(f"resume={path}: there is no whole checkpoint")
+    return found
+
+
+def check_fit(path: Path, config: Config) -> None:
+    """Raise CheckpointError when a whole checkpoint is of another model or strategy, or of a run that has ended."""
+    meta = verify(path)
+    if not isinstance(meta.get("config"), str):
+        return  # written by somebody's own loop
+    theirs = config_from_json(meta["config"])
+    for group in ("model", "strategy"):
+        wanted = _settings(group, getattr(theirs, group))
+        if wanted != (have := _settings(group, getattr(config, group))) and _decides(group, wanted, have):
+            repeat = " ".join(f"{key}={value}" for key, value in wanted.items() if have.get(key) != value)
+            raise CheckpointError(f"resume={path}: it is of another {group}; repeat its settings: {repeat}")
+    if int(meta["step"]) >= config.steps:
+        raise CheckpointError(
+            f"resume={path}: it is at step {meta['step']} and training ends at steps={config.steps}; raise steps"
+        )
+
+
+def _settings(group: str, part: object) -> dict[str, object]:
+    values = {f"{group}.{key}": value for key, value in dataclasses.asdict(part).items() if key != "name"}  # type: ignore[call-overload]
+    return {group: getattr(part, "name", ""), **values}
+
+
+def _decides(group: str, wanted: Mapping[str, object], have: Mapping[str, object]) -> bool:
+    """Whether a difference makes the state unusable: any of the model, of a strategy only which one it is."""
+    return group == "model" or wanted[group] != have[group]
+
+
 def plan_resume(path: Path) -> Plan:
     """Decide how to resume; raises CheckpointError when there is nothing whole.
 
     Each peer goes on from its own checkpoint, bit for bit, at the newest moment that all peers of the run have. When
     they have none in common, all begin from what was shared in the newest one.
     """
-    found = find_checkpoints(path)
-    if not found:
-        raise CheckpointError(f"resume={path}: there is no whole checkpoint")
+    found = find_whole(path)
     owners: dict[Path, list[Found]] = {}
     for one in found:
         owners.setdefault(one.path.parent, []).append(one)

@@ -131,11 +131,11 @@ class CO2Config(StrategyConfig):
     name: str = "co2"
     sync: SyncConfig = field(default_factory=SyncConfig)
     outer_lr: float = 1.0  # of the step along the outer momentum
-    outer_momentum: float = 0.5  # 0 applies each late mean as it is
+    outer_momentum: float = 0.7  # 0 applies each late mean as it is
     penalty: int | float | str | None = "gap"  # a late mean is divided by it: gap (anchor's movement), a number, null
     clip: float | None = 1.0  # largest value of the outer momentum; null does not clip
     overlap: bool = True  # false waits for every round (SlowMo)
-    keep_local: bool = False  # begin windows from the anchor plus this peer's newest progress; not in the paper
+    keep_local: bool = True  # begin windows from the anchor plus this peer's newest progress; the paper does not
 
     def __post_init__(self) -> None:
         StrategyConfig.__post_init__(self)
@@ -147,7 +147,9 @@ class CO2Config(StrategyConfig):
         if self.clip is not None:
             at_least("strategy", self, 0, "clip")
         if self.keep_local and not self.overlap:
-            raise ValueError("strategy.keep_local=true: without strategy.overlap no local progress is put off")
+            raise ValueError(
+                "strategy.keep_local=true: without strategy.overlap no local progress is put off; set it to false"
+            )
 
 
 class CoefficientValues(Enum):

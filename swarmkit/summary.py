@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmkit.config import Config
+from swarmkit.config import Config, has_images
 from swarmkit.events import every_step_bytes
 from swarmkit.processes import Child
 from swarmkit.progress import Row, megabytes
@@ -71,7 +71,7 @@ def summarise(config: Config, members: list[Member], baseline: Member | None) ->
     else:
         lines.append("digests     THE PEERS THAT FINISHED DIFFER:")
         lines += [f"    {member.name}: {member.done['digest']}" for member in finished if member.done is not None]
-    lines += _losses(members, baseline)
+    lines += _losses(config, members, baseline)
     lines += _traffic(config, members)
     sample = next((member.sample for member in members if member.sample), "")
     if sample:
@@ -79,21 +79,24 @@ def summarise(config: Config, members: list[Member], baseline: Member | None) ->
     return lines, len(finished) > 0 and len(digests) == 1 and met > 0
 
 
-def _losses(members: list[Member], baseline: Member | None) -> list[str]:
+def _losses(config: Config, members: list[Member], baseline: Member | None) -> list[str]:
     scores = [member.score for member in members if member.score is not None]
     if not scores:
         return []
     best = max(scores, key=lambda score: int(score["step"]))
-    lines = [f"validation  {_score(best)} at step {best['step']}"]
+    lines = [f"validation  {_score(config, best)} at step {best['step']}"]
     if baseline is not None and baseline.finished and baseline.score is not None and baseline.done is not None:
         lines.append(
-            f"baseline    {_score(baseline.score)}: one process, the same {int(baseline.done['tokens']):,} tokens; "
+            f"baseline    {_score(config, baseline.score)}: one process, the same "
+            f"{int(baseline.done['tokens']):,} {'images' if has_images(config.data) else 'tokens'}; "
             f"the swarm's loss is {100 * (float(best['loss']) / float(baseline.score['loss']) - 1):+.1f} % of that"
         )
     return lines
 
 
-def _score(score: Mapping[str, Any]) -> str:
+def _score(config: Config, score: Mapping[str, Any]) -> str:
+    if has_images(config.data):
+        return f"{float(score['loss']):.4f} nats, accuracy {float(score['accuracy']):.1%}"
     return f"{float(score['bpb']):.4f} bits per byte ({float(score['loss']):.4f} nats)"
 
 

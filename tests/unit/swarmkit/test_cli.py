@@ -105,6 +105,13 @@ def test_a_malformed_address_is_refused_before_anything_starts(
     assert line.startswith("swarmkit: ")
 
 
+def test_a_key_that_eval_does_not_know_is_named_with_the_nearest() -> None:
+    from swarmkit.compose import check_overrides
+
+    with pytest.raises(ConfigError, match=r"eval.batch: unknown key; did you mean eval.batches\?"):
+        check_overrides(["eval.batch=3"])
+
+
 @pytest.mark.parametrize("command", ["eval", "generate"])
 def test_a_missing_checkpoint_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str

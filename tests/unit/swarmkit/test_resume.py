@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from swarmkit import checkpoint
+from swarmkit.config import Config, config_to_json
 from swarmkit.errors import CheckpointError
-from swarmkit.resume import find_checkpoints, plan_resume
+from swarmkit.models.config import GPTConfig
+from swarmkit.resume import check_fit, find_checkpoints, plan_resume
+from swarmkit.strategy import AllReduceConfig, LocalSGDConfig, SyncConfig
 
 
-def save(run: Path, peer: str, step: int, *, round: int = 0, digest: str = "same") -> Path:
-    meta = {"step": step, "round": round or step // 10, "digest": digest}
+def save(
+    run: Path, peer: str, step: int, *, round: int = 0, digest: str = "same", config: Config | None = None
+) -> Path:
+    meta: dict[str, object] = {} if config is None else {"config": config_to_json(config)}
+    meta |= {"step": step, "round": round or step // 10, "digest": digest}
     return checkpoint.save(run / peer / "checkpoints", {"w": torch.zeros(2)}, meta, keep=9)
 
 
@@ -74,3 +80,24 @@ def test_a_checkpoint_itself_and_its_folders_are_found(tmp_path: Path) -> None:
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no whole checkpoint"):
         plan_resume(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_or_strategy_is_refused_with_what_to_repeat(tmp_path: Path) -> None:
+    path = save(tmp_path, "peer-0", 20, config=Config(model=GPTConfig(layers=2, dim=64)))
+    check_fit(path, Config(model=GPTConfig(layers=2, dim=64), strategy=LocalSGDConfig(sync=SyncConfig(h=4))))
+    with pytest.raises(CheckpointError, match=r"of another model; repeat its settings: model.layers=2 model.dim=64$"):
+        check_fit(path, Config())
+    with pytest.raises(CheckpointError, match="of another strategy; repeat its settings: strategy=local_sgd"):
+        check_fit(path, Config(model=GPTConfig(layers=2, dim=64), strategy=AllReduceConfig()))
+
+
+def test_a_run_that_has_ended_is_not_resumed_without_more_steps(tmp_path: Path) -> None:
+    path = save(tmp_path, "peer-0", 240, config=Config())
+    check_fit(path, Config(steps=241))
+    with pytest.raises(CheckpointError, match="at step 240 and training ends at steps=240; raise steps"):
+        check_fit(path, Config(steps=240))
+
+
+def test_a_folder_that_does_not_exist_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        plan_resume(tmp_path / "nowhere")

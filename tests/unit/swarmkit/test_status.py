@@ -89,3 +89,8 @@ def test_json_is_one_object_with_every_field(
     said = json.loads(capsys.readouterr().out)
     assert said == {"run": "demo", "peers": [dataclasses.asdict(PEER)]}
     assert node.closed
+
+
+def test_values_stand_under_their_titles() -> None:
+    title, row = (shown(dataclasses.replace(PEER, device="cpu9"))).splitlines()[1:3]
+    assert title.index("device") == row.index("cpu9")

@@ -253,6 +253,9 @@ def _build_problems(part: DictConfig) -> list[str]:
         return [f"{error.full_key}: has no value"]
     except ValueError as error:
         return str(error).splitlines()
+    except OmegaConfBaseException as error:
+        # Such as a list within a list of numbers, which no check of ours expects.
+        return [f"{part._get_full_key(None)}: {str(error).splitlines()[0][:300]}"]
     return []
 
 

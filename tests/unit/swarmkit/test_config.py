@@ -323,6 +323,11 @@ def test_any_value_at_any_key_gives_a_configuration_or_a_config_error(key: str, 
     assert isinstance(config, Config)
 
 
+def test_a_list_where_numbers_belong_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="optimizer: "):
+        config_from_json(changed(optimizer__milestones=[[]]))
+
+
 def test_environment_variables_do_not_leak_through_a_published_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     with pytest.raises(ConfigError) as caught:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -47,6 +47,12 @@ class Gathered(RoundStats):
     """Every member's payload in a closed round; the same set in the same order on all members."""
 
     payloads: list[list[Tensor]]  # one list per member, aligned with members
+
+
+def stats_of(closed: RoundStats, kept: Sequence[int]) -> dict[str, Any]:
+    """The stats of a closed round of which only the contributions of the members at `kept` counted."""
+    stats = {entry.name: getattr(closed, entry.name) for entry in fields(RoundStats)}
+    return stats | {name: tuple(stats[name][i] for i in kept) for name in ("members", "weights")}
 
 
 @runtime_checkable

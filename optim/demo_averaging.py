@@ -1,19 +1,19 @@
 """DeMo's rounds: every member's largest coefficients to every member; what is no payload is dropped by all alike."""
 
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarmkit.optim.averaging import Pending, check_nothing_shared
-from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey, RoundStats
+from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey, stats_of
 from swarmkit.optim.demo_momentum import Momentum
 from swarmkit.optim.demo_payload import GroupFormat, PayloadFormat, Sparse
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.mean import weighted_mean
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.snapshot import check_form
 
@@ -76,11 +76,9 @@ class DeMoAveraging:
         self.arrived = list(found.values())
         weights = [contribution.weight for contribution in self.arrived]
         by_tensor = list(zip(*others, strict=True))
-        means = [_mean(parts, weights).to(like.device) for parts, like in zip(by_tensor, beside, strict=True)]
+        means = [weighted_mean(parts, weights).to(like.device) for parts, like in zip(by_tensor, beside, strict=True)]
         kept = [i for i, member in enumerate(gathered.members) if member not in dropped]
-        stats = {field.name: getattr(gathered, field.name) for field in fields(RoundStats)}
-        stats |= {name: tuple(stats[name][i] for i in kept) for name in ("members", "weights")}
-        return Reduced(tensors=means, **stats)
+        return Reduced(tensors=means, **stats_of(gathered, kept))
 
     def state_dict(self) -> dict[str, Any]:
         """See Averaging."""
@@ -135,11 +133,3 @@ def _check_beside(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         raise ValueError("the tensors beside the payload have other shapes or dtypes than here")
     if not all_finite(found):
         raise ValueError("a tensor beside the payload is not finite")
-
-
-def _mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    wide = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
-    total = torch.zeros_like(parts[0], dtype=wide)
-    for part, weight in zip(parts, weights, strict=True):
-        total.add_(part.to(wide), alpha=weight / math.fsum(weights))
-    return total.to(parts[0].dtype)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarmkit.optim.mean import weighted_mean
+from swarmkit.optim.norms import is_finite
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.layout import Chunk, Layout, Schema, from_bytes, to_bytes
-from swarmkit.peers.reduction import is_finite, weighted_mean
 from swarmkit.peers.transport import Bulk, Traffic
 
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,8 +11,10 @@ from torch import Tensor
 
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.mean import weighted_mean
+from swarmkit.optim.norms import is_finite
 from swarmkit.peers.layout import Schema
-from swarmkit.peers.reduction import check_payload, check_reducible, is_finite, weighted_mean
+from swarmkit.peers.reduction import check_payload, check_reducible, major_lineage
 
 T = TypeVar("T")
 Operation = Literal["reduce", "gather"]
@@ -151,11 +152,9 @@ class LocalSwarm:
         self._closed[key.name] = max(key.index, self._closed.get(key.name, -1))
         arrived = ((peer, round.arrivals[peer]) for peer in self._order if peer in round.arrivals)
         round.arrivals = {peer: a for peer, a in arrived if a.future.set_running_or_notify_cancel()}
-        lineages = Counter(arrival.lineage for arrival in round.arrivals.values() if arrival.lineage)
-        if len(lineages) > 1:
-            major = lineages.most_common(1)[0][0]  # on a tie, of the member that is first in order
-            others = [peer for peer, a in round.arrivals.items() if a.lineage not in ("", major)]
-            round.diverged = [round.arrivals.pop(peer) for peer in others]
+        major = major_lineage(arrival.lineage for arrival in round.arrivals.values())
+        others = [peer for peer, a in round.arrivals.items() if a.lineage not in ("", major)]
+        round.diverged = [round.arrivals.pop(peer) for peer in others]
         return round
 
 

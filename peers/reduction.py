@@ -1,11 +1,12 @@
-"""The arithmetic that every Collective shares: checks of what is offered, and the weighted mean in member order."""
+"""What every Collective checks of what it is offered, and whose past counts when members differ."""
 
-import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from swarmkit.optim.norms import is_finite
 from swarmkit.peers.wire import MAX_WEIGHT, is_weight
 
 REDUCIBLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -36,33 +37,10 @@ def check_reducible(tensors: Sequence[Tensor], weight: float) -> None:
             raise ValueError(f"tensor {position} holds values that are not finite")
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """True when a tensor holds neither NaN nor infinity.
+def major_lineage(lineages: Iterable[str]) -> str:
+    """The lineage that counts among members in join order: the most common, on a tie the first; empty if none has any.
 
-    A sum is 40 times as fast as torch.isfinite and not finite if any term is; finite terms may overflow, so look again.
+    An empty one fits all.
     """
-    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    return math.isfinite(tensor.detach().sum(dtype=wide).item()) or bool(torch.isfinite(tensor).all())
-
-
-def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Average tensors of one shape and dtype: sum(w_i / W * x_i), added in order, in float32 (float64 for float64).
-
-    The order and the arithmetic are fixed, so whoever has the same parts gets the same bits; one part, and parts that
-    are equal under power-of-two shares, come back exactly. Raises ValueError when all weights are 0.
-    """
-    total = math.fsum(weights)
-    if total <= 0:
-        raise ValueError("every weight is 0: nobody contributed")
-    dtype = parts[0].dtype
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    mean: Tensor | None = None
-    for part, weight in zip(parts, weights, strict=True):
-        if weight == 0:
-            continue
-        if mean is None:
-            mean = torch.mul(part.to(wide), weight / total)
-        else:
-            mean.add_(part.to(wide), alpha=weight / total)
-    assert mean is not None
-    return mean.to(dtype)
+    counts = Counter(lineage for lineage in lineages if lineage)
+    return max(counts, key=lambda lineage: counts[lineage], default="")

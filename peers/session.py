@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from swarmkit.optim.collective import RoundKey
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.layout import Schema
+from swarmkit.peers.reduction import major_lineage
 from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
@@ -289,10 +290,7 @@ class Session:
         divergence, however it came about, into a state transfer.
         """
         known = sorted((a.order, peer) for peer, a in self._arrivals.items() if a.lineage)
-        if not known:
-            return
-        counts = Counter(self._arrivals[peer].lineage for _, peer in known)
-        major = max(counts, key=lambda lineage: counts[lineage])  # the first inserted of the most common
+        major = major_lineage(self._arrivals[peer].lineage for _, peer in known)
         for _, peer in known:
             if self._arrivals[peer].lineage != major:
                 excluded[peer] = "this peer does not start from what the others start from"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey, RoundStats
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.mean import weighted_mean
 from swarmkit.peers.layout import DTYPES, Layout, Schema
 from swarmkit.peers.mesh import Mesh
-from swarmkit.peers.reduction import weighted_mean
 
 T = TypeVar("T", bound=RoundStats)
 

@@ -15,7 +15,6 @@ from swarmkit.optim.compression.codec import (
     check_parts,
     check_scales,
     spans,
-    worthwhile,
 )
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -41,10 +40,6 @@ class Blockwise:
         self.min_size = min_size
         self.bits = bits
         self.align = check_block(block)
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec."""
-        return worthwhile(shape, self.payload_bytes(shape), self.min_size)
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """See Codec."""

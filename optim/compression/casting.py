@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from swarmkit.optim.compression.codec import MIN_SIZE, Exchanged, Layout, Parameters, worthwhile
+from swarmkit.optim.compression.codec import MIN_SIZE, Exchanged, Layout, Parameters
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -30,10 +30,6 @@ class Casting:
         self.min_size = min_size
         self.name = dtype
         self.dtype = _DTYPES[dtype]
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec."""
-        return worthwhile(shape, self.payload_bytes(shape), self.min_size)
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """See Codec."""

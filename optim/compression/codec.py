@@ -107,10 +107,7 @@ class Codec(Protocol):
     align: int  # of the layouts that it works on
     parameter: float | None  # the uniform choice; None for a codec without a parameter
     candidates: tuple[float, ...]  # sensible choices of the parameter, fewest bytes first
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is large enough and gets any smaller; others travel exact."""
-        ...
+    min_size: int  # elements below which a tensor travels exact
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """Bytes that a tensor takes in a payload, at most."""
@@ -201,10 +198,10 @@ def round_trip(
             return layout.split(stop.value.mean)
 
 
-def worthwhile(shape: Sequence[int], num_bytes: int, min_size: int) -> bool:
-    """Whether a tensor has `min_size` elements and `num_bytes` are fewer than its float32 bytes."""
+def compresses(codec: Codec, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape is large enough for a codec and gets any smaller; others travel exact."""
     size = math.prod(shape)
-    return size >= max(min_size, 1) and num_bytes < 4 * size
+    return size >= max(codec.min_size, 1) and codec.payload_bytes(shape) < 4 * size
 
 
 def spans(total: int, multiple: int, device: torch.device) -> Iterator[slice]:

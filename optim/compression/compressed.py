@@ -12,7 +12,7 @@ from torch import Tensor
 from swarmkit.optim.averaging import Pending, check_nothing_shared
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
 from swarmkit.optim.compression.casting import Casting
-from swarmkit.optim.compression.codec import Codec, GatherCodec, LinearCodec, Parameters
+from swarmkit.optim.compression.codec import Codec, GatherCodec, LinearCodec, Parameters, compresses
 from swarmkit.optim.compression.plan import Plan
 from swarmkit.optim.compression.rounds import GatherRound, LinearRound, Outcome, Round
 from swarmkit.optim.errors import RoundFailed
@@ -88,7 +88,7 @@ class CompressedAveraging:
 
     def compressed(self, tensors: Sequence[Tensor]) -> list[int]:
         """Positions of the tensors that the codec gets: the parameters are for these."""
-        return [i for i, tensor in enumerate(tensors) if self.codec.compresses(tensor.shape)]
+        return [i for i, tensor in enumerate(tensors) if compresses(self.codec, tensor.shape)]
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 

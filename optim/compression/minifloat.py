@@ -17,7 +17,6 @@ from swarmkit.optim.compression.codec import (
     run_tops,
     spans,
     tensor_tops,
-    worthwhile,
 )
 
 _RUN = 256  # elements that share a scale, when not the whole tensor does
@@ -45,10 +44,6 @@ class E3M0:
         self.min_size = min_size
         self.block = block
         self.align = _RUN if block is None else block
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec."""
-        return worthwhile(shape, self.payload_bytes(shape), self.min_size)
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """See Codec."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmkit.optim.collective import Gathered
-from swarmkit.optim.compression.codec import Codec, GatherCodec, Layout, check_part
+from swarmkit.optim.collective import Gathered, stats_of
+from swarmkit.optim.compression.codec import Codec, GatherCodec, Layout, check_part, compresses
 from swarmkit.optim.compression.rounds import Outcome
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.mean import weighted_mean
+from swarmkit.optim.norms import is_finite
 
 _Form = tuple[tuple[int, ...], torch.dtype]
 
@@ -33,7 +35,7 @@ class Plan:
         for position, tensor in enumerate(everything):
             if not tensor.is_floating_point():
                 raise ValueError(f"tensor {position} has dtype {tensor.dtype}: only floating-point tensors have a mean")
-        compressed = [i for i, t in enumerate(tensors) if codec.compresses(t.shape)]
+        compressed = [i for i, t in enumerate(tensors) if compresses(codec, t.shape)]
         taken = set(compressed)
         device = everything[0].device if everything else torch.device("cpu")
         layout = Layout.of([tensors[i] for i in compressed], codec.align)
@@ -57,11 +59,11 @@ class Plan:
     def check_finite(self, flat: Tensor, everything: Sequence[Tensor]) -> None:
         """Raise ValueError naming the position of the first tensor with values that are not finite."""
         exact = [everything[i] for i in self.exact]
-        if _is_finite(flat) and all(_is_finite(tensor) for tensor in exact):
+        if is_finite(flat) and all(is_finite(tensor) for tensor in exact):
             return
         of_flat = dict(zip(self.compressed, self.layout.views(flat), strict=True))
         for position, tensor in enumerate(everything):
-            if not _is_finite(of_flat.get(position, tensor)):
+            if not is_finite(of_flat.get(position, tensor)):
                 raise ValueError(f"tensor {position} holds values that are not finite, or not in float32")
 
     def check_residual(self, residual: Sequence[Tensor]) -> None:
@@ -82,7 +84,7 @@ class Plan:
     def _read_exact(self, parts: Sequence[Tensor]) -> list[Tensor]:
         for dtype, part in zip(self._dtypes(), parts, strict=True):
             size = sum(math.prod(self.forms[i][0]) for i in self.exact if self.forms[i][1] == dtype)
-            if not _is_finite(check_part(part, "exact tensors", dtype, size)):
+            if not is_finite(check_part(part, "exact tensors", dtype, size)):
                 raise ValueError("exact tensors of the payload are not finite")
         return list(parts)
 
@@ -114,16 +116,7 @@ class Plan:
                 break
             # Rare, so begun again: the shares of all others change.
             members.remove(bad)
-        stats = {
-            "members": tuple(gathered.members[i] for i in members),
-            "weights": tuple(gathered.weights[i] for i in members),
-            "bytes_sent": gathered.bytes_sent,
-            "bytes_received": gathered.bytes_received,
-            "seconds": gathered.seconds,
-            "id": gathered.id,
-            "waited": gathered.waited,
-        }
-        return Outcome(stats=stats, mean=mean, exact=self._unpack_exact(exact), sent=own)
+        return Outcome(stats=stats_of(gathered, members), mean=mean, exact=self._unpack_exact(exact), sent=own)
 
     def _mean(
         self,
@@ -138,7 +131,7 @@ class Plan:
         kinds = len(self._dtypes())
         mean = torch.zeros(self.layout.total, device=self.device)
         scratch = torch.empty_like(mean)
-        sums: list[Tensor] = []
+        exact: list[list[Tensor]] = []
         own: Tensor | None = None
         for i in members:
             weight = gathered.weights[i]
@@ -150,15 +143,15 @@ class Plan:
                     raise ValueError("the payload lacks exact tensors")
                 codec.decode(payloads[i][kinds:], self.layout, out=scratch)
             except ValueError:
-                return i, mean, sums, own
+                return i, mean, [], own
             mean.add_(scratch, alpha=weight / total)
-            wide = [part.to(torch.promote_types(part.dtype, torch.float32)) * (weight / total) for part in parts]
-            sums = [s.add_(part) for s, part in zip(sums, wide, strict=True)] if sums else wide
+            exact.append(parts)
             if gathered.members[i] == own_id:
                 own, scratch = scratch, torch.empty_like(mean)
-        if not _is_finite(mean):
+        if not is_finite(mean):
             mean.nan_to_num_()  # a sum of shares of the largest numbers, rounded up
-        return None, mean, [s.to(dtype) for s, dtype in zip(sums, self._dtypes(), strict=True)], own
+        weights = [gathered.weights[i] for i in members if gathered.weights[i] > 0]
+        return None, mean, [weighted_mean(parts, weights) for parts in zip(*exact, strict=True)], own
 
     def join(self, mean: Tensor, exact: Sequence[Tensor]) -> list[Tensor]:
         """All tensors of the contribution in order, from the mean of both kinds."""
@@ -169,9 +162,3 @@ class Plan:
 
 def _forms(tensors: Sequence[Tensor]) -> tuple[_Form, ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """A sum is faster than a look at each value, and not finite if any is; finite ones may overflow, so look again."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return math.isfinite(tensor.detach().sum(dtype=wide).item()) or bool(torch.isfinite(tensor).all())

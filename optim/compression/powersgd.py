@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from swarmkit.optim.compression.codec import MIN_SIZE, Exchanged, Layout, Parameters, chosen, worthwhile
+from swarmkit.optim.compression.codec import MIN_SIZE, Exchanged, Layout, Parameters, chosen
 
 _SEED = 0
 
@@ -35,12 +35,8 @@ class PowerSGD:
         self.min_size = min_size
         self.parameter: float | None = _check_rank(rank)
 
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec: (n + m) r < n m."""
-        return len(shape) > 1 and worthwhile(shape, self.payload_bytes(shape), self.min_size)
-
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
-        """See Codec."""
+        """See Codec: (n + m) r floats, which of what has one dimension are more than it has itself."""
         rank = _check_rank(self.parameter if parameter is None else parameter)
         rows, columns = _matrix(shape)
         return 4 * min(rank, rows, columns) * (rows + columns)

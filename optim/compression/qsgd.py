@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarmkit.optim.compression.bits import packed_bytes
 from swarmkit.optim.compression.blockwise import block_scales, check_block, from_grid, to_grid
-from swarmkit.optim.compression.codec import MIN_SIZE, Layout, Parameters, check_part, check_parts, chosen, worthwhile
+from swarmkit.optim.compression.codec import MIN_SIZE, Layout, Parameters, check_part, check_parts, chosen
 
 
 class QSGD:
@@ -32,10 +32,6 @@ class QSGD:
         self.norm = norm
         # With few levels the noise exceeds the signal, and fed back it would grow without end.
         self.contractive = False
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec."""
-        return worthwhile(shape, self.payload_bytes(shape), self.min_size)
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """See Codec."""

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from swarmkit.optim.compression.codec import MIN_SIZE, Exchanged, Layout, Parameters, chosen, worthwhile
+from swarmkit.optim.compression.codec import MIN_SIZE, Exchanged, Layout, Parameters, chosen
 from swarmkit.optim.compression.sparse import DENSITIES, check_density, kept
 
 _MAX = torch.finfo(torch.float32).max
@@ -30,10 +30,6 @@ class RandomK:
         self.min_size = min_size
         self.unbiased = unbiased
         self.contractive = not unbiased
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec."""
-        return worthwhile(shape, self.payload_bytes(shape), self.min_size)
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """See Codec."""

@@ -16,7 +16,6 @@ from swarmkit.optim.compression.codec import (
     check_scales,
     chosen,
     spans,
-    worthwhile,
 )
 
 DENSITIES = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
@@ -46,10 +45,6 @@ class TopK:
         self.parameter: float | None = check_density(density)
         self.min_size = min_size
         self.values = torch.float16 if values == "float16" else torch.float32
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec."""
-        return worthwhile(shape, self.payload_bytes(shape), self.min_size)
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """See Codec."""

@@ -15,7 +15,6 @@ from swarmkit.optim.compression.codec import (
     check_scales,
     spans,
     tensor_tops,
-    worthwhile,
 )
 
 _RUN = 320  # elements of a tensor's share of the buffer: of whole bytes, five numbers each
@@ -44,10 +43,6 @@ class TernGrad:
         self.min_size = min_size
         self.clip = clip
         self.unbiased = clip is None
-
-    def compresses(self, shape: Sequence[int]) -> bool:
-        """See Codec."""
-        return worthwhile(shape, self.payload_bytes(shape), self.min_size)
 
     def payload_bytes(self, shape: Sequence[int], parameter: float | None = None) -> int:
         """See Codec."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.compression import CODECS, Codec, GatherCodec, Layout, LinearCodec, make_codec
+from swarmkit.optim.compression.codec import compresses
 
 TARGETS = {"fp16": 20, "bf16": 20, "int8": 20, "int4": 20, "topk": 60}
 
@@ -68,7 +69,7 @@ def main() -> None:
     ratios: dict[str, float] = {}
     for name in CODECS:
         codec = make_codec(name, min_size=0)
-        chosen = [t for t in given if codec.compresses(t.shape)]
+        chosen = [t for t in given if compresses(codec, t.shape)]
         layout = Layout.of(chosen, codec.align)
         flat = layout.flatten(chosen)
         out = torch.empty_like(flat)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmkit.optim.collective import Collective
-from swarmkit.peers.reduction import weighted_mean
+from swarmkit.optim.mean import weighted_mean
 
 from . import scenarios
 from .harness_members import Group, Member, MemberDied, run

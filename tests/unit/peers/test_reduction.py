@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmkit.peers.reduction import check_reducible, is_finite, weighted_mean
+from swarmkit.optim.mean import weighted_mean
+from swarmkit.optim.norms import is_finite
+from swarmkit.peers.reduction import check_reducible
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.01, 100)), min_size=1, max_size=6))

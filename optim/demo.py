@@ -13,7 +13,7 @@ from swarmkit.optim.dct import Chunks
 from swarmkit.optim.demo_averaging import DeMoAveraging
 from swarmkit.optim.demo_momentum import Mean, Momentum
 from swarmkit.optim.norms import all_finite, total_norm
-from swarmkit.optim.offer import Offer
+from swarmkit.optim.offer import Offer, not_finite
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.synced import Closure, SyncedOptimizer
 
@@ -103,7 +103,7 @@ class DeMo(SyncedOptimizer):
             return loss
         gradients = [_dense(parameter.grad) for parameter in self._anchor.parameters]
         if not _is_usable([gradient for gradient in gradients if gradient is not None]):
-            self._trouble = f"gradients on peer {self.collective.peer_id} are not finite: it contributed nothing"
+            self._trouble = not_finite("gradients", self.collective.peer_id)
             return loss
         with self._lock, torch.no_grad():
             self.averaging.present |= torch.tensor([gradient is not None for gradient in gradients], dtype=torch.bool)
@@ -121,9 +121,9 @@ class DeMo(SyncedOptimizer):
     def _offer(self, observe: bool) -> Offer:
         trouble = None if observe else self._trouble
         if trouble is None and not observe and not all_finite(self._buffers):
-            trouble = f"buffers on peer {self.collective.peer_id} are not finite: it contributed nothing"
+            trouble = not_finite("buffers", self.collective.peer_id)
         if observe or trouble is not None:
-            return Offer([], [torch.zeros_like(buffer) for buffer in self._buffers], trouble=trouble)
+            return Offer.of_zeros([], self._buffers, trouble)
         return Offer([], self._buffers, self._weight())
 
     def _tell(self, report: RoundReport) -> None:

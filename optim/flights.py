@@ -14,7 +14,7 @@ from swarmkit.optim.fragmented import FragmentedOptimizer
 from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.lead import Lead
 from swarmkit.optim.norms import all_finite
-from swarmkit.optim.offer import Offer
+from swarmkit.optim.offer import Offer, not_finite
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.synced import first_lineage, next_lineage
 
@@ -79,11 +79,11 @@ class FlyingOptimizer(FragmentedOptimizer):
         if fragment.number == 0:
             exact = exact + [buffer.clone() for buffer in self._buffers]
         tensors = self._offered(fragment)
-        if not observe and all_finite(tensors + exact):
+        if observe:
+            return Offer.of_zeros(tensors, exact)
+        if all_finite(tensors + exact):
             return Offer(tensors, exact)
-        trouble = f"values on peer {self.collective.peer_id} are not finite: it contributed nothing"
-        zeros = [torch.zeros_like(t) for t in tensors], [torch.zeros_like(t) for t in exact]
-        return Offer(*zeros, trouble=None if observe else trouble)
+        return Offer.of_zeros(tensors, exact, not_finite("values", self.collective.peer_id))
 
     def _settle(self, fragment: Fragment) -> None:
         """Wait for a fragment's round and let its anchor take the result; parameters stay as they are."""
@@ -125,17 +125,8 @@ class FlyingOptimizer(FragmentedOptimizer):
             if self._count == 1:
                 self.lineage = fragment.lineage
             flight.applied = True
-        return replace(
-            report,
-            members=reduced.members,
-            bytes_sent=reduced.bytes_sent,
-            bytes_received=reduced.bytes_received,
-            seconds=reduced.seconds,
-            waited=reduced.waited,
-            pseudo_gradient_norm=norm,
-            failed=flight.offer.trouble,
-            **self._report_fields(),
-        )
+        more = self._report_fields()
+        return report.closed(reduced, pseudo_gradient_norm=norm, failed=flight.offer.trouble, **more)
 
     def _land(self, fragment: Fragment) -> RoundReport:
         """End a fragment's round: tell it, and where it was not replaced by a newer start, adopt it."""

@@ -1,6 +1,9 @@
 """What a strategy reports of each round."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swarmkit.optim.collective import RoundStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +26,15 @@ class RoundReport:
     clipped: float = 0.0  # share of the outer momentum's values that were clipped
     failed: str | None = None  # why nothing was applied, or why nothing was contributed
     missed: bool = False  # the others closed the round without this peer
+
+    def closed(self, stats: RoundStats, **more: Any) -> "RoundReport":  # noqa: ANN401 - fields of the report
+        """This report once the round has closed: who was in it, what it cost, and whatever else there is to say."""
+        return replace(
+            self,
+            members=stats.members,
+            bytes_sent=stats.bytes_sent,
+            bytes_received=stats.bytes_received,
+            seconds=stats.seconds,
+            waited=stats.waited,
+            **more,
+        )

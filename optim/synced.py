@@ -13,7 +13,7 @@ from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.norms import all_finite
-from swarmkit.optim.offer import Offer
+from swarmkit.optim.offer import Offer, not_finite
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.schedule import Every, Schedule
 from swarmkit.optim.snapshot import drop_broken_state
@@ -214,8 +214,7 @@ class SyncedOptimizer(StatefulOptimizer):
         exact = exact + self._buffers
         if all_finite(tensors + exact):
             return Offer(tensors, exact, self._weight())
-        trouble = f"values on peer {self.collective.peer_id} are not finite: it contributed nothing"
-        return Offer([torch.zeros_like(t) for t in tensors], [torch.zeros_like(t) for t in exact], trouble=trouble)
+        return Offer.of_zeros(tensors, exact, not_finite("values", self.collective.peer_id))
 
     def _weight(self) -> float:
         """Samples behind the contribution; steps, when nobody counts samples."""
@@ -233,17 +232,7 @@ class SyncedOptimizer(StatefulOptimizer):
             # Under the same lock as the new anchor: a snapshot must not pair it with the old round's number.
             self.lineage = next_lineage(self.lineage, key, reduced.id)
             self._close_window()
-        return replace(
-            report,
-            members=reduced.members,
-            bytes_sent=reduced.bytes_sent,
-            bytes_received=reduced.bytes_received,
-            seconds=reduced.seconds,
-            waited=reduced.waited,
-            exposed=reduced.seconds,
-            pseudo_gradient_norm=norm,
-            failed=offer.trouble,
-        )
+        return report.closed(reduced, exposed=reduced.seconds, pseudo_gradient_norm=norm, failed=offer.trouble)
 
     def _on_failure(self, offer: Offer) -> None:
         """Keep what a failed round did not take; parameters that drift on need nothing."""

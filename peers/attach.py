@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from swarmkit.peers.node import Node
 
 logger = logging.getLogger(__name__)
-ATTEMPTS = 8
-WAIT_S = 10.0  # at most, between two of them
+# Seconds after each failed attempt at the swarm's state: it may lack a round that was under way, and whoever serves it
+# has that one a step later.
+PAUSES_S = tuple(min(0.5 * 2**attempt, 10.0) for attempt in range(8))
 
 
 def attach(node: "Node", optimizer: "SyncedOptimizer") -> None:
@@ -40,13 +41,18 @@ def attach(node: "Node", optimizer: "SyncedOptimizer") -> None:
 def catch_up(node: "Node", optimizer: "SyncedOptimizer") -> None:
     """Fetch the swarm's state and watch its next round; raises JoinFailed when that failed too often."""
     reason = ""
-    for attempt in range(ATTEMPTS):
+    for pause in PAUSES_S:
         try:
             optimizer.load_snapshot(*node.fetch_state())
             optimizer.observe_round()
         except (SwarmError, ValueError) as error:
             reason = str(error)
-            time.sleep(min(0.5 * 2**attempt, WAIT_S))
+            time.sleep(pause)
         else:
             return
-    raise JoinFailed(f"the swarm's state could not be adopted in {ATTEMPTS} attempts; the last: {reason}")
+    raise not_adopted(reason)
+
+
+def not_adopted(reason: str) -> JoinFailed:
+    """What to raise after the last pause."""
+    return JoinFailed(f"the swarm's state could not be adopted in {len(PAUSES_S)} attempts; the last: {reason}")

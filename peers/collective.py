@@ -22,7 +22,7 @@ from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.session import Decision
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.transport import Bulk, Traffic
-from swarmkit.peers.wire import Message, field, is_weight
+from swarmkit.peers.wire import MAX_WEIGHT, Message, field, is_weight
 
 Operation = Literal["reduce", "gather"]
 # A coordinator answers within the round's timeout, plus the pings under way and what its answer takes to arrive.
@@ -318,7 +318,7 @@ class _Member:
         if self._c.peer_id not in members or len(set(members)) != len(members):
             raise ProtocolError("the list of members is not one that we can be in")
         if not all(map(is_weight, weights)):
-            raise ProtocolError("weights must be between 0 and 1e18")
+            raise ProtocolError(f"weights must be between 0 and {MAX_WEIGHT:.0e}")
         limit = self._c._settings.max_round_bytes
         schemas = [Schema.from_message({"schema": entry}, max_bytes=limit) for entry in field(begin, "schemas", list)]
         if self._operation == "gather" and (

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from swarmkit.optim.collective import RoundKey
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
@@ -156,14 +157,13 @@ class Coordinator:
         me = self._roster.mine.peer_id
         while key not in self._sessions:
             others = [peer for peer in self._roster.active() if peer not in (me, caller)]
-            answers = await asyncio.gather(*(self._ask_outcome(peer, key) for peer in others))
-            found = [answer for answer in answers if answer is not None]
-            for answer in found:
-                if answer.get("state") == "committed":
-                    return _read_decision(answer).for_member(caller)
-            own = self._standing.get(key, ("", ""))
-            elsewhere = [a for a in found if a.get("state") == "pending" and a.get("at") not in (me, caller)]
-            if not elsewhere and not (own[0] == "pending" and own[1] not in (me, caller)):
+            decision, meeting = await self._ask_around(key, others)
+            if decision is not None:
+                return decision.for_member(caller)
+            standing, coordinator = self._standing.get(key, ("", ""))
+            if standing == "pending":
+                meeting.append(coordinator)
+            if all(at in (me, caller) for at in meeting):
                 return None
             if time.monotonic() > deadline:
                 return {"outcome": "failed", "reason": UNREACHABLE, "missed": True}
@@ -176,15 +176,18 @@ class Coordinator:
         Of two coordinators that both wait, the one that joined first goes on and the other gives way.
         """
         mine = self._roster.order(self._roster.mine.peer_id)
-        answers = await asyncio.gather(*(self._ask_outcome(peer, key) for peer in sorted(peers)))
-        found = [answer for answer in answers if answer is not None]
-        for answer in found:
-            if answer.get("state") == "committed":
-                return _read_decision(answer)
-        meeting = [str(answer.get("at")) for answer in found if answer.get("state") == "pending"]
-        if not patient and any(self._roster.order(at) < mine for at in meeting):
+        decision, meeting = await self._ask_around(key, sorted(peers))
+        if decision is None and not patient and any(self._roster.order(at) < mine for at in meeting):
             return Decision("", (), (), UNREACHABLE, missed=True)
-        return None
+        return decision
+
+    async def _ask_around(self, key: RoundKey, peers: Sequence[str]) -> tuple[Decision | None, list[str]]:
+        """How a round ended, if any of these peers knows, and at whom those meet that wait for its end."""
+        answers = await asyncio.gather(*(self._ask_outcome(peer, key) for peer in peers))
+        found = [answer for answer in answers if answer is not None]
+        committed = next((answer for answer in found if answer.get("state") == "committed"), None)
+        meeting = [str(answer.get("at")) for answer in found if answer.get("state") == "pending"]
+        return (None if committed is None else _read_decision(committed)), meeting
 
     async def _ask_outcome(self, peer_id: str, key: RoundKey) -> Message | None:
         try:

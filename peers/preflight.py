@@ -16,13 +16,8 @@ _ADDRESS = re.compile(
 )
 
 
-def check_address(address: str, *, key: str = "") -> tuple[str, int]:
-    """Return host and port of a bootstrap address; raises ValueError saying what is wrong with it, in setting `key`."""
-    if key:
-        try:
-            return check_address(address)
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
+def check_address(address: str) -> tuple[str, int]:
+    """Return host and port of a bootstrap address; raises ValueError saying what is wrong with it."""
     match = _ADDRESS.match(address)
     if match is None:
         missing = " (it has no /p2p/ peer id at its end)" if "/tcp/" in address and "/p2p/" not in address else ""

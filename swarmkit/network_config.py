@@ -53,7 +53,10 @@ class NetworkConfig:
                 "or a dead member would only be noticed after its round has failed"
             )
         for address in self.initial_peers:
-            check_address(address, key="network.initial_peers")
+            try:
+                check_address(address)
+            except ValueError as error:
+                raise ValueError(f"network.initial_peers: {error}") from error
         for address in self.announce:
             if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/tcp/\d+(/.*)?", address):
                 raise ValueError(f"network.announce={address!r}: must look like /ip4/203.0.113.5/tcp/31337")

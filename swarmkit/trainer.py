@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from swarmkit import checkpoint
 from swarmkit.config import Config, config_to_json
 from swarmkit.data.corpus import Batch, Corpus
-from swarmkit.errors import JoinFailed, RoundFailed, SwarmError, TrainingDiverged
+from swarmkit.errors import RoundFailed, SwarmError, TrainingDiverged
 from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
+from swarmkit.optim.averaging import TensorChoice
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.synced import RoundReport, SyncedOptimizer
+from swarmkit.peers.attach import PAUSES_S, not_adopted
 from swarmkit.strategy import clips_itself
 from swarmkit.surroundings import Events, Source, Surroundings
 from swarmkit.training_state import State, collect, resume_exactly, resume_shared
-
-# How often a peer that was left behind fetches the state anew before it gives up.
-REJOIN_ATTEMPTS = 8
-REJOIN_WAIT_S = 10.0  # at most, between two attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class Trainer:
         self._last_round: RoundReport | None = None
         self._members: set[str] = set()  # of the last round that gave a result
         self._rounds_closed = 0
-        self._allocation: list[dict[str, Any]] = []  # what was told last
+        self._allocation: list[TensorChoice] = []  # what was told last
         self._samples = 0
         self._evaluated_at = self._saved_at = 0
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
@@ -130,7 +128,7 @@ class Trainer:
         SwarmError when it failed too often.
         """
         reason = ""
-        for attempt in range(REJOIN_ATTEMPTS):
+        for attempt, pause in enumerate(PAUSES_S):
             if self.stop.is_set():
                 return
             self.events.emit("state", state="joining", attempt=attempt)
@@ -138,12 +136,11 @@ class Trainer:
                 self._adopt(*self._around.fetch_state(), observe=observe)
             except SwarmError as error:
                 reason = error.reason if isinstance(error, RoundFailed) else str(error)
-                # The state may lack a round that was under way: whoever serves it has it a step later.
-                self.stop.wait(min(0.5 * 2**attempt, REJOIN_WAIT_S))
+                self.stop.wait(pause)
                 continue
             self.events.emit("state", state="training", step=self.optimizer.step_count, round=self.optimizer.round)
             return
-        raise JoinFailed(f"the swarm's state could not be adopted in {REJOIN_ATTEMPTS} attempts; the last: {reason}")
+        raise not_adopted(reason)
 
     def _adopt(self, tensors: dict[str, Tensor], meta: Mapping[str, Any], *, observe: bool) -> None:
         self.optimizer.load_snapshot(tensors, meta)
@@ -291,10 +288,10 @@ class Trainer:
 
     def _tell_allocation(self) -> None:
         """Say what L-GreCo sends each tensor with, when that has changed."""
-        found = [asdict(row) for row in self.optimizer.allocations()]
+        found = self.optimizer.allocations()
         if found != self._allocation:
             self._allocation = found
-            self.events.emit("allocation", step=self.optimizer.step_count, rows=found)
+            self.events.emit("allocation", step=self.optimizer.step_count, rows=[asdict(row) for row in found])
 
     def _tell_changes(self, report: RoundReport) -> None:
         """Say who came and who went, as seen by those who meet."""

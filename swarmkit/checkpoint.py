@@ -77,6 +77,24 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def verify(path: Path) -> dict[str, Any]:
     """Check a checkpoint against its manifest and return its meta; raises CheckpointError naming the file."""
+    files, meta = _read_manifest(path)
+    for name, expected in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / MANIFEST} names {name!r}, a file outside the checkpoint")
+        file = path / name
+        if not file.is_file() or file.is_symlink():
+            raise CheckpointError(f"{file} is missing")
+        if _sha256(file) != expected:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is not that of the manifest")
+    return meta
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta of a checkpoint whose files were verified before; raises CheckpointError naming the manifest."""
+    return _read_manifest(path)[1]
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     manifest_path = path / MANIFEST
     if not manifest_path.is_file() or manifest_path.is_symlink():
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}")
@@ -92,15 +110,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{manifest_path} is damaged: its checksum does not fit")
     if TENSORS not in files:
         raise CheckpointError(f"{manifest_path} does not list {TENSORS}")
-    for name, expected in files.items():
-        if Path(name).name != name:
-            raise CheckpointError(f"{manifest_path} names {name!r}, a file outside the checkpoint")
-        file = path / name
-        if not file.is_file() or file.is_symlink():
-            raise CheckpointError(f"{file} is missing")
-        if _sha256(file) != expected:
-            raise CheckpointError(f"{file} is damaged: its SHA-256 is not that of the manifest")
-    return meta
+    return files, meta
 
 
 def latest(folder: Path) -> Path:

@@ -309,6 +309,9 @@ class LocalRun:
 def _check(config: Config) -> None:
     """Raise ConfigError for settings that peers on one machine cannot share."""
     network = config.network
+    _, *ports = *host_port("network.listen", network.listen), network.bulk_port, config.log.prometheus_port
+    if max(ports) + config.peers - 1 > 65535:
+        raise ConfigError(f"peers={config.peers}: not enough ports above {max(ports)}")
     if network.initial_peers:
         raise ConfigError(
             "network.initial_peers: peers of `swarmkit local` find each other by themselves; "
@@ -326,8 +329,6 @@ def _of_slot(config: Config, slot: int) -> Config:
     """The settings of one peer: ports that are given count upwards from the first peer's."""
     host, port = host_port("network.listen", config.network.listen)
     bulk, prometheus = config.network.bulk_port, config.log.prometheus_port
-    if max(port, bulk, prometheus) + slot > 65535:
-        raise ConfigError(f"peers={config.peers}: not enough ports above {max(port, bulk, prometheus)}")
     listen = f"[{host}]" if ":" in host else host
     network = dataclasses.replace(
         config.network, listen=f"{listen}:{port and port + slot}", bulk_port=bulk and bulk + slot

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmkit.checkpoint import MANIFEST, verify
+from swarmkit.checkpoint import MANIFEST, read_meta, verify
 from swarmkit.config import Config, config_from_json
 from swarmkit.errors import CheckpointError
 
@@ -83,7 +83,7 @@ def find_whole(path: Path) -> list[Found]:
 
 def check_fit(path: Path, config: Config) -> None:
     """Raise CheckpointError when a whole checkpoint is of another model or strategy, or of a run that has ended."""
-    meta = verify(path)
+    meta = read_meta(path)
     if not isinstance(meta.get("config"), str):
         return  # written by somebody's own loop
     theirs = config_from_json(meta["config"])

@@ -1,7 +1,7 @@
 """Which runs a DHT holds: what lets `join` and `status` do with an address alone."""
 
 from swarmkit.peers.engine import DHTNode, get_dht_time
-from swarmkit.peers.errors import JoinFailed, ProtocolError
+from swarmkit.peers.errors import OtherVersion, ProtocolError, UnknownRun
 from swarmkit.peers.wire import decode, encode, field
 
 # Raised with every change that makes old and new peers misunderstand each other.
@@ -18,7 +18,7 @@ async def announce_run(dht: DHTNode, run: str) -> None:
 async def find_run(dht: DHTNode, wanted: str | None) -> str:
     """Return the name of the run to join: `wanted`, or the only one there is.
 
-    Raises JoinFailed when there is none, when there are several to choose from, or when it speaks another protocol.
+    Raises UnknownRun when there is none, or several to choose from, and OtherVersion when it speaks another protocol.
     """
     found = await dht.get(KEY, latest=True)
     entries = found.value if found is not None and isinstance(found.value, dict) else {}
@@ -28,14 +28,16 @@ async def find_run(dht: DHTNode, wanted: str | None) -> str:
         wanted = next(iter(runs))
     if wanted is None:
         hint = "is the run still up?" if not runs else "say which with --name"
-        raise JoinFailed(f"runs at this address: {names}; {hint}")
+        raise UnknownRun(f"runs at this address: {names}; {hint}")
     if wanted not in runs:
-        raise JoinFailed(f"no run {wanted!r} at this address; runs there: {names}")
+        raise UnknownRun(f"no run {wanted!r} at this address; runs there: {names}; choose one with --name")
     try:
         theirs = field(decode(runs[wanted]), "protocol", int)
     except (ProtocolError, TypeError) as error:
-        raise JoinFailed(f"run {wanted!r} is announced in a way that this version cannot read") from error
+        raise OtherVersion(f"run {wanted!r} is announced in a way that this version cannot read") from error
     if theirs != PROTOCOL:
         older = "this peer" if theirs > PROTOCOL else "the run"
-        raise JoinFailed(f"run {wanted!r} speaks protocol {theirs}, this peer {PROTOCOL}: upgrade swarmkit on {older}")
+        raise OtherVersion(
+            f"run {wanted!r} speaks protocol {theirs}, this peer {PROTOCOL}: upgrade swarmkit on {older}"
+        )
     return wanted

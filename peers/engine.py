@@ -13,17 +13,20 @@ os.environ.setdefault("HIVEMIND_MEMORY_SHARING_STRATEGY", "file_descriptor")
 with warnings.catch_warnings():
     # Not ours to mend: torch.jit.script in parts of hivemind that nobody here uses, and the like.
     warnings.simplefilter("ignore")
+    import hivemind.hivemind_cli
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P, PeerID, ServicerBase
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+    from hivemind.proto import crypto_pb2
     from hivemind.utils.multiaddr import Multiaddr
     from hivemind.utils.timed_storage import get_dht_time
 
-from swarmkit.peers.errors import JoinFailed
+from swarmkit.peers.errors import DaemonFailed, NotAPeer
 from swarmkit.peers.hygiene import children_die_with_us
 from swarmkit.peers.settings import NetworkSettings
 
 __all__ = [
+    "P2PD_PATH",
     "P2P",
     "DHTNode",
     "Multiaddr",
@@ -31,17 +34,20 @@ __all__ = [
     "P2PHandlerError",
     "PeerID",
     "ServicerBase",
+    "crypto_pb2",
     "get_dht_time",
     "start_dht",
     "start_p2p",
     "stop_p2p",
 ]
 
+P2PD_PATH = Path(hivemind.hivemind_cli.__path__[0], "p2pd")
 
-async def start_p2p(initial_peers: Sequence[str], settings: NetworkSettings, socket_folder: Path) -> P2P:
-    """Start p2pd as a child that dies with this process and connect it to `initial_peers`.
 
-    Raises JoinFailed naming the addresses when no bootstrap peer answers or p2pd cannot start.
+async def start_p2p(settings: NetworkSettings, socket_folder: Path) -> P2P:
+    """Start p2pd as a child that dies with this process; raises DaemonFailed saying why it cannot.
+
+    It knows nobody yet: `swarmkit.peers.entry` connects it, because p2pd has one text for every cause.
     """
     P2P._UNIX_SOCKET_PREFIX = f"/unix{socket_folder}/"
     public = settings.host not in ("127.0.0.1", "localhost", "::1")
@@ -51,7 +57,6 @@ async def start_p2p(initial_peers: Sequence[str], settings: NetworkSettings, soc
     try:
         with children_die_with_us() as children:
             return await P2P.create(
-                initial_peers=list(initial_peers) or None,
                 host_maddrs=[f"/{protocol}/{host}/tcp/{settings.port}"],
                 announce_maddrs=settings.announce or None,
                 identity_path=settings.identity,
@@ -68,16 +73,7 @@ async def start_p2p(initial_peers: Sequence[str], settings: NetworkSettings, soc
             if child.returncode is None:
                 child.kill()
             await child.wait()
-        raise JoinFailed(_explain(initial_peers, error)) from error
-
-
-def _explain(initial_peers: Sequence[str], error: Exception) -> str:
-    if initial_peers and ("bootstrap" in str(error) or isinstance(error, RuntimeError)):
-        return (
-            f"something listens at {', '.join(initial_peers)}, but it is not that peer ({error}); a peer that was "
-            "restarted without an identity file has a new /p2p/ id: copy the line that it prints now"
-        )
-    return f"p2pd did not start: {error}"
+        raise DaemonFailed(f"p2pd did not start: {error}") from error
 
 
 async def stop_p2p(p2p: P2P) -> None:
@@ -95,4 +91,7 @@ async def start_dht(p2p: P2P, initial_peers: Sequence[str]) -> DHTNode:
     try:
         return await DHTNode.create(p2p=p2p, initial_peers=list(initial_peers) or None)
     except (RuntimeError, P2PDaemonError, ValueError) as error:
-        raise JoinFailed(_explain(initial_peers, error)) from error
+        raise NotAPeer(
+            f"a libp2p host answers at {', '.join(initial_peers)}, but as no peer of swarmkit ({error}); is that the "
+            "line that a peer printed, and is its process not frozen?"
+        ) from error

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, TypeVar
 from swarmkit.peers.attach import attach
 from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
+from swarmkit.peers.daemon_checks import check_daemon
 from swarmkit.peers.directory import LIFETIME_S, announce_run, find_run
 from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p, stop_p2p
-from swarmkit.peers.errors import JoinFailed, PeerUnreachable, ProtocolError
+from swarmkit.peers.entry import Entry, enter, refuse_twin
+from swarmkit.peers.errors import DaemonFailed, JoinFailed, PeerUnreachable, ProtocolError
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.loop import NetworkThread
-from swarmkit.peers.preflight import find_reachable
+from swarmkit.peers.peer_cache import PeerCache, Remembered
+from swarmkit.peers.preflight import check_address
 from swarmkit.peers.roster import PeerRecord, Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 CONFIG_LIFETIME_S = 3600.0
 MAX_CONFIG_BYTES = 256 << 10
+REMEMBER_S = 5.0  # between two looks at who is there, for the peer cache
 _BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - {"peer_id", "joined_at", "updated_at"}
 
 
@@ -51,7 +55,8 @@ class Node:
         self._role = role
         self._thread = NetworkThread()
         self._owns_sockets = settings.socket_folder is None
-        self._sockets = make_socket_folder() if settings.socket_folder is None else Path(settings.socket_folder)
+        self._sockets = _make_sockets() if settings.socket_folder is None else Path(settings.socket_folder)
+        self._cache = PeerCache(Path(settings.peer_cache)) if settings.peer_cache is not None else None
         self._config: str | None = None
         self._collectives: list[SwarmCollective] = []
         self._closed = threading.Lock()
@@ -66,16 +71,19 @@ class Node:
         role: str = "replica",
         existing: bool = False,
     ) -> "Node":
-        """Start a peer and find the others; raises JoinFailed naming the cause, and leaves nothing behind then.
+        """Start a peer and find the others; raises the JoinFailed of the cause, and leaves nothing behind then.
 
-        Without a `run` it joins the only one that is known at `initial_peers`; one that has to be `existing` is looked
-        for there. Roles: "replica" takes part in rounds,
-        "bootstrap" keeps the DHT up, "observer" looks on and appears in no table.
+        One of `initial_peers` that answers is enough; `entry` says which did. When none does, peers that were seen in
+        the run before (`settings.peer_cache`) are tried. Without a `run` it joins the only one that is known there; one
+        that has to be `existing` is looked for there. Roles: "replica" takes part in rounds, "bootstrap" keeps the DHT
+        up, "observer" looks on and appears in no table.
         """
         if run is None and not initial_peers:
             raise ValueError("a run's name or the address of a peer is needed")
         if run is not None and (not run or "." in run or len(run) > 100):
             raise ValueError(f"run name {run!r}: must have 1 to 100 characters and no dot (hivemind's key separator)")
+        for address in initial_peers:
+            check_address(address)
         node = cls(run, settings or NetworkSettings(), role)
         try:
             node._thread.run(node._start(initial_peers, existing), timeout=node.settings.startup_timeout_s + 15)
@@ -88,12 +96,15 @@ class Node:
         return node
 
     async def _start(self, initial_peers: Sequence[str], existing: bool) -> None:
-        initial_peers = await find_reachable(initial_peers)
-        self._p2p = await start_p2p(initial_peers, self.settings, self._sockets)
-        self._dht = await start_dht(self._p2p, initial_peers)
+        check_daemon(self.settings, self._sockets)
+        recalled = self._cache.recall(self._wanted_run, initial_peers) if self._cache is not None else Remembered()
+        await refuse_twin(self.settings, self._sockets, initial_peers)
+        self._p2p = await start_p2p(self.settings, self._sockets)
         self.peer_id: str = self._p2p.peer_id.to_base58()
+        self.entry: Entry = await enter(self._p2p, initial_peers, recalled)
+        self._dht = await start_dht(self._p2p, self.entry.live)
         if self._wanted_run is None or existing or (initial_peers and self._role == "observer"):
-            self.run = await find_run(self._dht, self._wanted_run)
+            self.run = await find_run(self._dht, self._wanted_run or self.entry.run)
         else:
             self.run = self._wanted_run
         self._rpc = Rpc(self._p2p, self.run)
@@ -117,6 +128,8 @@ class Node:
         if self._role != "observer":
             await self._roster.beat()
         self._tasks = [asyncio.ensure_future(self._roster.run()), asyncio.ensure_future(self._watch_p2pd())]
+        if self._cache is not None:
+            self._tasks.append(asyncio.ensure_future(self._remember(self._cache, initial_peers)))
         if self._role == "replica":
             await announce_run(self._dht, self.run)
             self._tasks.append(asyncio.ensure_future(self._keep_records()))
@@ -140,6 +153,16 @@ class Node:
                     await self._store_config()
             except Exception:
                 logger.warning("the run's records could not be renewed", exc_info=True)
+
+    async def _remember(self, cache: PeerCache, given: Sequence[str]) -> None:
+        """Keep on disk where peers are; a cache that cannot be written is no reason to stop."""
+        while True:
+            try:
+                await asyncio.to_thread(cache.note, self.run, given, self._roster.table())
+            except OSError as error:
+                logger.warning("peers cannot be remembered for a later start: %s", error)
+                return
+            await asyncio.sleep(max(REMEMBER_S, self.settings.heartbeat_s))
 
     # -- the peer table ------------------------------------------------------------------------------------------------
 
@@ -237,8 +260,12 @@ class Node:
         await self._dht.store(f"{self.run}.config", self._config, expires)
 
     def fetch_config(self) -> str:
-        """Get the run's configuration; raises JoinFailed when nobody offers one."""
-        return self._ask(self._fetch_config(), 60.0, "the run's configuration could not be read")
+        """Get the run's configuration; raises JoinFailed when nobody offers one.
+
+        From then on this peer offers it too: it must outlive whoever published it.
+        """
+        self._config = self._ask(self._fetch_config(), 60.0, "the run's configuration could not be read")
+        return self._config
 
     async def _fetch_config(self) -> str:
         found = await self._dht.get(f"{self.run}.config", latest=True)
@@ -342,6 +369,13 @@ async def _at_most(work: Coroutine[None, None, None], *, seconds: float) -> None
     """Do something that is good to have done before leaving, unless it takes too long."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(work, seconds)
+
+
+def _make_sockets() -> Path:
+    try:
+        return make_socket_folder()
+    except OSError as error:
+        raise DaemonFailed(f"no folder for p2pd's sockets can be made ({error}); set TMPDIR to one") from error
 
 
 def _routable_first(addresses: list[str]) -> list[str]:

@@ -31,6 +31,7 @@ class NetworkSettings:
     max_state_bytes: int = 8 << 30  # the largest state that is accepted from a peer
     max_round_bytes: int = 8 << 30  # the largest payload that is accepted from a member
     relay: bool = False  # look for libp2p relays, for peers behind NAT
+    peer_cache: str | None = None  # folder in which peers seen are remembered for a later start; None: nowhere
     socket_folder: str | None = None  # for p2pd's unix sockets; None: a temporary one, removed at exit
 
     def __post_init__(self) -> None:

@@ -22,10 +22,13 @@ def join(
     """Enter a run from your own training script; without `peers` you are its first peer.
 
     Returns the node whose `collective()` the optimizers of `swarmkit.optim` take. Raises JoinFailed naming the cause.
+    Without `settings` it remembers the peers that it sees in the user's cache folder, for when no given one answers.
     """
     from swarmkit.peers.node import Node
+    from swarmkit.peers.peer_cache import default_folder
+    from swarmkit.peers.settings import NetworkSettings
 
-    return Node.start(run, initial_peers=peers, settings=settings)
+    return Node.start(run, initial_peers=peers, settings=settings or NetworkSettings(peer_cache=str(default_folder())))
 
 
 def __getattr__(name: str) -> object:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmkit import __version__
-from swarmkit.errors import ConfigError
+from swarmkit.errors import AddressError
 from swarmkit.exits import EXPECTED, exit_code
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ app = typer.Typer(
     name="swarmkit",
     help="Train one PyTorch model with many badly connected, unreliable machines.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong setting, checkpoint or data, 3 no run to join, 4 too few peers, "
-    "5 diverged, 130 Ctrl-C.",
+    "5 diverged, 130 Ctrl-C. Why a run cannot be joined: 10 not an address, 11 closed port, 12 no answer, 13 unknown "
+    "name, 14 wrong peer id, 15 not a peer, 16 other version, 17 unknown run, 18 not invited, 19 p2pd cannot start.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,7 +33,12 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-Address = Annotated[str, typer.Argument(help="Address of any peer of the run, as `start` printed it.")]
+Address = Annotated[
+    str,
+    typer.Argument(
+        help="Address of any peer of the run, as `start` printed it; several with commas: one that answers is enough."
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -100,14 +106,18 @@ def join(
 
     Examples:
 
-        swarmkit join /ip4/203.0.113.5/tcp/31337/p2p/QmW9eV...
+        swarmkit join /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...
 
-        swarmkit join /ip4/203.0.113.5/tcp/31337/p2p/QmW9eV... device=cuda network.listen=0.0.0.0:0
+        swarmkit join /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo... device=cuda network.listen=0.0.0.0:0
+
+        swarmkit join /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo... /ip4/198.51.100.7/tcp/31337/p2p/12D3Koo...
     """
-    addresses = _addresses(address)
+    more = [one for one in overrides or [] if one.startswith("/")]
+    addresses = _addresses(address, *more)
     from swarmkit import peer
 
-    raise typer.Exit(peer.join(addresses, overrides or [], name=name))
+    settings = [override for override in overrides or [] if override not in more]
+    raise typer.Exit(peer.join(addresses, settings, name=name))
 
 
 @app.command()
@@ -136,7 +146,7 @@ def status(
 
     Example:
 
-        swarmkit status /ip4/203.0.113.5/tcp/31337/p2p/QmW9eV...
+        swarmkit status /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...
     """
     from swarmkit.status import show_status
 
@@ -215,7 +225,7 @@ def _addresses(*addresses: str) -> list[str]:
         try:
             check_address(address)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise AddressError(str(error)) from error
     return split
 
 

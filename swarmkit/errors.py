@@ -3,29 +3,62 @@
 Exception
 |-- SwarmError            a network failure; the training loop survives it
 |   |-- RoundFailed       a round gave this peer no result
-|   |-- JoinFailed        no run at the address, another version, or no state to fetch
+|   |-- JoinFailed        the run cannot be joined
+|   |   |-- ClosedPort    the host is up, nothing listens on the port
+|   |   |-- NoAnswer      the host does not answer, or no way leads there
+|   |   |-- UnknownName   the host's name cannot be resolved
+|   |   |-- WrongPeerId   another libp2p peer answers
+|   |   |-- NotAPeer      something answers that is no peer of swarmkit
+|   |   |-- OtherVersion  the run speaks another protocol
+|   |   |-- UnknownRun    no run of that name there, none at all, or several
+|   |   |-- NotInvited    the run is closed, and no valid invitation was shown
+|   |   `-- DaemonFailed  this machine's p2pd cannot start
 |   |-- PeerUnreachable   a peer could not be called
 |   `-- ProtocolError     a peer sent what the protocol does not allow
 |-- TrainingDiverged      the loss is not a number any more
 `-- ValueError
     |-- ConfigError       a setting that cannot work: key, value, reason
+    |   `-- AddressError  what was given as a peer's address is none
     |-- CheckpointError   a checkpoint that is missing, incomplete or corrupt
     `-- DataError         a data source that is missing, empty or malformed
 """
 
 from swarmkit.optim.errors import RoundFailed, SwarmError
-from swarmkit.peers.errors import JoinFailed, PeerUnreachable, ProtocolError
+from swarmkit.peers.errors import (
+    ClosedPort,
+    DaemonFailed,
+    JoinFailed,
+    NoAnswer,
+    NotAPeer,
+    NotInvited,
+    OtherVersion,
+    PeerUnreachable,
+    ProtocolError,
+    UnknownName,
+    UnknownRun,
+    WrongPeerId,
+)
 
 __all__ = [
+    "AddressError",
     "CheckpointError",
+    "ClosedPort",
     "ConfigError",
+    "DaemonFailed",
     "DataError",
     "JoinFailed",
+    "NoAnswer",
+    "NotAPeer",
+    "NotInvited",
+    "OtherVersion",
     "PeerUnreachable",
     "ProtocolError",
     "RoundFailed",
     "SwarmError",
     "TrainingDiverged",
+    "UnknownName",
+    "UnknownRun",
+    "WrongPeerId",
 ]
 
 
@@ -35,6 +68,10 @@ class TrainingDiverged(Exception):
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message names the key, the value, the reason and the way out."""
+
+
+class AddressError(ConfigError):
+    """What was given as the address of a peer cannot be one; the message names it and shows what one looks like."""
 
 
 class CheckpointError(ValueError):

@@ -1,5 +1,6 @@
 """A peer of `swarmkit local`: a replica with a supervisor at the other end of a socket."""
 
+import dataclasses
 import socket
 import time
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ def local_peer(end: socket.socket, arguments: Mapping[str, Any]) -> int:
     with told_errors(say, lambda text: link.send({"kind": "error", "text": text}, patience=2.0)) as result:
         corpus = open_data(config)
         addresses = _receive_addresses(link) if arguments["wants_addresses"] else []
-        settings = config.network.settings(arguments["sockets"])
+        # Peers that live and die with this command are of no use to a later one.
+        settings = dataclasses.replace(config.network.settings(arguments["sockets"]), peer_cache=None)
         node = Node.start(config.name, initial_peers=addresses, settings=settings)
         try:
             node.publish_config(config_to_json(config))

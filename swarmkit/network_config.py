@@ -1,6 +1,7 @@
 """Settings of the network as a run's configuration names them, and the node settings they make."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class NetworkConfig:
     identity: str | None = None  # private key file; made when missing; none: a new identity each time
     transport: Transport = Transport.auto  # auto: gRPC where a peer can be reached directly, libp2p otherwise
     relay: bool = False  # look for libp2p relays, for peers behind NAT
+    peer_cache: str = "auto"  # folder that remembers peers, for when no address answers; auto: the user's; none: off
     min_peers: int = 1  # training starts when so many replicas are there
     max_wait_s: float = 600.0  # for min_peers, before giving up
     round_timeout_s: float = 30.0  # bounds a round
@@ -76,12 +78,27 @@ class NetworkConfig:
             identity=self.identity,
             transport=self.transport,
             relay=self.relay,
+            peer_cache=cache_folder(self.peer_cache),
             round_timeout_s=self.round_timeout_s,
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
             stall_s=self.stall_s,
             socket_folder=socket_folder,
         )
+
+
+def listen_for(addresses: Sequence[str], listen: str) -> str:
+    """Where a peer that joins at `addresses` listens: not on loopback when they are elsewhere."""
+    remote = not all("/127." in address or "/::1/" in address for address in addresses)
+    # Peers elsewhere cannot reach a loopback address.
+    return "0.0.0.0:0" if remote and host_port("network.listen", listen)[0] == "127.0.0.1" else listen
+
+
+def cache_folder(wanted: str) -> str | None:
+    """The folder that `network.peer_cache` means."""
+    from swarmkit.peers.peer_cache import default_folder
+
+    return {"auto": str(default_folder()), "none": None}.get(wanted, wanted)
 
 
 def host_port(key: str, text: str) -> tuple[str, int]:

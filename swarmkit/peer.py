@@ -5,13 +5,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from swarmkit import __version__
 from swarmkit.compose import load_config
 from swarmkit.config import Config, config_from_json, config_to_json
 from swarmkit.consent import split_paths, with_paths
 from swarmkit.console import ConsoleSink
-from swarmkit.errors import ConfigError
+from swarmkit.errors import ConfigError, OtherVersion
 from swarmkit.neighbours import Say
-from swarmkit.network_config import host_port
+from swarmkit.network_config import listen_for
 from swarmkit.peers.node import Node
 from swarmkit.replica import Place, open_data, socket_folder, told_errors, train
 from swarmkit.resume import check_fit, find_whole
@@ -34,6 +35,7 @@ def start(config: Config, *, say: Say = print) -> int:
         settings = config.network.settings(sockets)
         node = Node.start(config.name, initial_peers=config.network.initial_peers, settings=settings)
         try:
+            _tell_entry(node, say)
             _refuse_second_start(node)
             node.publish_config(config_to_json(config))
             say(f"run {config.name!r} is up; results in {folder}; join it with:\n    {_join_line(node)}")
@@ -59,7 +61,8 @@ def join(addresses: Sequence[str], overrides: Sequence[str] = (), *, name: str |
         with socket_folder(leaving) as sockets:
             node = Node.start(name, initial_peers=addresses, settings=own.network.settings(sockets), existing=True)
             try:
-                config = with_paths(_adapt(config_from_json(node.fetch_config()), own), files)
+                _tell_entry(node, say)
+                config = with_paths(_adapt(_read_config(node), own), files)
                 corpus, folder = open_data(config), make_run_folder(config)
                 say(f"joined run {node.run!r} as {node.peer_id}; results in {folder}; others can join it here too:")
                 say(f"    {_join_line(node)}")
@@ -80,6 +83,7 @@ def bootstrap(config: Config, *, say: Say = print) -> int:
         settings, known = config.network.settings(sockets), config.network.initial_peers
         node = Node.start(config.name, initial_peers=known, settings=settings, role="bootstrap")
         try:
+            _tell_entry(node, say)
             stop = threading.Event()
             leaving.ready(stop.set, stop.set)
             say(f"bootstrap of {config.name!r} is up; begin the run with network.initial_peers=[{node.addresses[0]}]")
@@ -88,6 +92,27 @@ def bootstrap(config: Config, *, say: Say = print) -> int:
         finally:
             node.close()
     return result.code
+
+
+def _tell_entry(node: Node, say: Say) -> None:
+    """Say which addresses led nowhere: others will try them too."""
+    for note in node.entry.notes:
+        say(note)
+
+
+def _read_config(node: Node) -> Config:
+    """The run's configuration; raises OtherVersion when it does not fit this version and the peers have another one."""
+    text = node.fetch_config()
+    try:
+        return config_from_json(text)
+    except ConfigError as error:
+        others = sorted({record.version for record in node.table() if record.version} - {__version__})
+        if not others:
+            raise
+        raise OtherVersion(
+            f"run {node.run!r}: {error}; its peers have swarmkit {', '.join(others)[:200]}, this one {__version__}: "
+            "install theirs"
+        ) from error
 
 
 def _refuse_second_start(node: Node) -> None:
@@ -112,10 +137,7 @@ def _own_settings(addresses: Sequence[str], overrides: Sequence[str]) -> Config:
         if key.partition(".")[0] not in OWN_SETTINGS:
             raise ConfigError(f"{override}: the run decides this; a joiner can set {', '.join(OWN_SETTINGS)}")
     own = load_config(overrides)
-    remote = not all("/127." in address or "/::1/" in address for address in addresses)
-    if remote and host_port("network.listen", own.network.listen)[0] == "127.0.0.1":
-        # Peers elsewhere cannot reach a loopback address.
-        own.network.listen = "0.0.0.0:0"
+    own.network.listen = listen_for(addresses, own.network.listen)
     return own
 
 

@@ -1,6 +1,7 @@
 """`swarmkit status`: the peer table from the heartbeats."""
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from swarmkit.peers.node import Node
+from swarmkit.peers.peer_cache import default_folder
 from swarmkit.peers.roster import PeerRecord
 from swarmkit.peers.settings import NetworkSettings
 
@@ -17,6 +19,8 @@ from swarmkit.peers.settings import NetworkSettings
 def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool) -> None:
     """Print the peers of a run; raises JoinFailed when the address leads nowhere."""
     node = Node.start(name, initial_peers=addresses, settings=_settings(addresses), role="observer")
+    for note in node.entry.notes:
+        print(note, file=sys.stderr)
     try:
         records = node.refresh()
         run = node.run
@@ -34,7 +38,7 @@ def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool) ->
 def _settings(addresses: Sequence[str]) -> NetworkSettings:
     """An observer listens where it can be answered: on loopback only for a run on loopback."""
     local = all("/127.0.0.1/" in address for address in addresses)
-    return NetworkSettings(host="127.0.0.1" if local else "0.0.0.0")
+    return NetworkSettings(host="127.0.0.1" if local else "0.0.0.0", peer_cache=str(default_folder()))
 
 
 def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:

@@ -58,7 +58,13 @@ class Command:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=folder,
-                env={**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    MARK: self.mark,
+                    "TMPDIR": str(self.temporary),
+                    "XDG_CACHE_HOME": str(folder / "cache"),
+                    "OMP_NUM_THREADS": "1",
+                },
                 start_new_session=True,
             )
 

@@ -100,7 +100,7 @@ def test_every_problem_has_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_a_malformed_address_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, address: str
 ) -> None:
-    assert run_main(monkeypatch, command, address) == 2
+    assert run_main(monkeypatch, command, address) == 10
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("swarmkit: ")
 

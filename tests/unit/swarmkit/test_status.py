@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from swarmkit import status
+from swarmkit.peers.entry import Entry
 from swarmkit.peers.roster import PeerRecord
 from swarmkit.status import show_status, table
 
@@ -69,6 +70,7 @@ class FakeNode:
     """What show_status uses of a Node."""
 
     run = "demo"
+    entry = Entry()
 
     def __init__(self) -> None:
         self.closed = False

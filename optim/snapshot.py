@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("anchor", "outer", "buffer", "inner")
+OWN_KINDS = ("buffer", "inner")  # what differs between members of one round; the others are equal, bit for bit
 InnerState = dict[str, dict[str, Any]]
 
 

@@ -1,5 +1,6 @@
 """StatefulOptimizer: what a strategy shares with others and what it resumes from: anchor, snapshots, state_dict."""
 
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -122,6 +123,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 **self._snapshot_meta(),
             }
         return tensors, meta
+
+    def version(self) -> str:
+        """Names the shared state that a snapshot would hold now, without the cost of one."""
+        with self._lock:
+            return json.dumps([self.round, self.lineage, self._synced_step, self._window, self._snapshot_meta()])
 
     def _snapshot_meta(self) -> dict[str, Any]:
         """What a strategy adds to a snapshot's numbers; called under the lock."""

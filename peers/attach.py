@@ -22,7 +22,7 @@ def attach(node: "Node", optimizer: "SyncedOptimizer") -> None:
     node.announce("joining")
     if any(record.state == "training" and record.peer_id != node.peer_id for record in node.refresh()):
         catch_up(node, optimizer)
-    node.serve_state(optimizer.snapshot)
+    node.serve_state(optimizer.snapshot, optimizer.version)
     node.announce("training")
 
     def tell(report: "RoundReport") -> None:

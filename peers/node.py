@@ -17,17 +17,22 @@ from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.daemon_checks import check_daemon
 from swarmkit.peers.directory import LIFETIME_S, announce_run, find_run
+from swarmkit.peers.donors import rank_donors
+from swarmkit.peers.download import Download
 from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p, stop_p2p
 from swarmkit.peers.entry import Entry, enter, refuse_twin
 from swarmkit.peers.errors import DaemonFailed, JoinFailed, PeerUnreachable, ProtocolError
+from swarmkit.peers.fetch import Fetch
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.loop import NetworkThread
+from swarmkit.peers.manifest import Snapshot
 from swarmkit.peers.peer_cache import PeerCache, Remembered
 from swarmkit.peers.preflight import check_address
 from swarmkit.peers.roster import PeerRecord, Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
-from swarmkit.peers.state import Progress, Provider, Snapshot, StateServer, fetch_state
+from swarmkit.peers.state import Provider, StateServer, Version
+from swarmkit.peers.transfer import Progress
 from swarmkit.peers.transport import Bulk
 from swarmkit.peers.wire import Message, field
 
@@ -60,6 +65,7 @@ class Node:
         self._config: str | None = None
         self._collectives: list[SwarmCollective] = []
         self._closed = threading.Lock()
+        self._download = Download()  # what a fetch that failed has left for the next
 
     @classmethod
     def start(
@@ -288,24 +294,38 @@ class Node:
 
     # -- state transfer ------------------------------------------------------------------------------------------------
 
-    def serve_state(self, provider: Provider) -> None:
-        """Serve snapshots to joiners; `provider` is called in a worker thread."""
-        self._thread.loop.call_soon_threadsafe(self._state.serve, provider)
+    def serve_state(self, provider: Provider, version: Version | None = None) -> None:
+        """Serve snapshots to joiners; `provider` is called in a worker thread.
 
-    def fetch_state(self, progress: Progress | None = None, *, timeout: float = 3600.0) -> Snapshot:
+        `version` names what it would return at no cost: while that stays the same, joiners share one snapshot.
+        """
+        self._thread.loop.call_soon_threadsafe(self._state.serve, provider, version)
+
+    def fetch_state(self, progress: Progress | None = None, *, timeout: float | None = None) -> Snapshot:
         """Have the swarm's rounds wait for this peer, and download the state; raises JoinFailed.
 
-        Call `observe_round` of the strategy next: the rounds wait for that, at most for the round's timeout.
+        It comes from several donors if there are, and goes on at the missing pieces when one dies; what a call that
+        failed has left is used by the next one. There is no time limit unless `timeout` sets one: it ends when no donor
+        sends anything any more. Call `observe_round` of the strategy next: the rounds wait for that, at most for the
+        round's timeout.
         """
+        fetching = self._thread.submit(self._fetch_state(progress))
         try:
-            return self._thread.run(self._fetch_state(progress), timeout=timeout)
+            return fetching.result(timeout)
         except TimeoutError as error:
+            fetching.cancel()
             raise JoinFailed(f"the state did not arrive within {timeout} s") from error
 
     async def _fetch_state(self, progress: Progress | None) -> Snapshot:
         await self._roster.refresh()
         await self._hold()
-        return await fetch_state(self._rpc, self._bulk, self._roster, self.settings, progress)
+        await Fetch(self._rpc, self._bulk, self.settings, self._donors, self._download, progress).run()
+        done, self._download = self._download, Download()
+        return done.snapshot()
+
+    def _donors(self) -> list[str]:
+        active = set(self._roster.active())
+        return rank_donors([record for record in self._roster.table() if record.peer_id in active], self.peer_id)
 
     async def _hold(self) -> None:
         target = next((peer for peer in self._roster.active() if peer != self.peer_id), None)

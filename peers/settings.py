@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 
 class Transport(Enum):
@@ -29,6 +30,9 @@ class NetworkSettings:
     startup_timeout_s: float = 30.0  # for p2pd to start and reach a bootstrap peer
     chunk_bytes: int = 1 << 19  # size of one message of a bulk stream
     max_state_bytes: int = 8 << 30  # the largest state that is accepted from a peer
+    max_downloads: int = 6  # joiners that download the state from this peer at the same time; others wait or go on
+    state_mbit: float = 1000.0  # Mbit/s that all of them together may take; 0: no limit
+    state_share: float = 0.25  # of the rate that the link has shown that they may take while a round exchanges tensors
     max_round_bytes: int = 8 << 30  # the largest payload that is accepted from a member
     relay: bool = False  # look for libp2p relays, for peers behind NAT
     peer_cache: str | None = None  # folder in which peers seen are remembered for a later start; None: nowhere
@@ -43,5 +47,11 @@ class NetworkSettings:
                 f"silence_s={self.silence_s}: must be below round_timeout_s={self.round_timeout_s}, "
                 "or a dead member could only be noticed after the round has failed"
             )
+        if self.max_downloads < 1:
+            raise ValueError(f"max_downloads={self.max_downloads}: with less than 1 nobody could join")
+        if not 0 <= self.state_mbit < inf:
+            raise ValueError(f"state_mbit={self.state_mbit}: must be a number of Mbit/s, or 0 for no limit")
+        if not 0 < self.state_share <= 1:
+            raise ValueError(f"state_share={self.state_share}: must be above 0 and at most 1")
         if not 1 << 12 <= self.chunk_bytes <= 3 << 20:
             raise ValueError(f"chunk_bytes={self.chunk_bytes}: must lie between 4 KiB and 3 MiB (gRPC's message limit)")

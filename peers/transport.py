@@ -1,9 +1,10 @@
 """Bulk streams between peers: gRPC where they reach each other directly, libp2p otherwise; every byte is counted."""
 
 import asyncio
+import contextlib
 import time
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 
 from google.protobuf.wrappers_pb2 import BytesValue
 
@@ -18,6 +19,7 @@ StreamHandler = Callable[[str, Message, AsyncIterator[bytes]], AsyncIterator[byt
 # A peer that could not be reached over gRPC is asked again after this time: firewalls and addresses change.
 RETRY_DIRECT_S = 120.0
 DIRECT_CONNECT_S = 2.0
+ROUND_KINDS = ("reduce", "gather")  # streams that training waits for
 
 
 class Traffic:
@@ -43,6 +45,7 @@ class Bulk(ServicerBase):
         self._direct = DirectTransport(self._serve, settings)
         self._endpoints: dict[str, Endpoint] = {}
         self._indirect_until: dict[str, float] = {}
+        self._round_streams = 0
         # Set by the node once there is a roster. A link may be so slow that a message takes longer than stall_s.
         self.is_alive: Callable[[str], Awaitable[bool]] = _nobody_knows
         self.heard_from: Callable[[str], None] = lambda peer_id: None
@@ -72,10 +75,25 @@ class Bulk(ServicerBase):
             replies = self._direct.open(endpoint, messages)
         else:
             replies = self._open_libp2p(peer_id, messages)
-        async for chunk in self._without_stall(replies, peer_id):
-            self.total.received += len(chunk)
-            self.heard_from(peer_id)
-            yield chunk
+        with self._counted_in(kind):
+            async for chunk in self._without_stall(replies, peer_id):
+                self.total.received += len(chunk)
+                self.heard_from(peer_id)
+                yield chunk
+
+    @property
+    def in_round(self) -> bool:
+        """True while a round exchanges tensors over streams of this peer."""
+        return self._round_streams > 0
+
+    @contextlib.contextmanager
+    def _counted_in(self, kind: str) -> Iterator[None]:
+        count = int(kind in ROUND_KINDS)
+        self._round_streams += count
+        try:
+            yield
+        finally:
+            self._round_streams -= count
 
     def uses_direct(self, peer_id: str) -> bool:
         """True when the last stream to this peer went over gRPC."""
@@ -142,12 +160,14 @@ class Bulk(ServicerBase):
             header = decode(await asyncio.wait_for(anext(iterator), self._settings.stall_s))
         except (StopAsyncIteration, TimeoutError) as error:
             raise ProtocolError("stream without a header") from error
-        handler = self._handlers.get(field(header, "kind", str))
+        kind = field(header, "kind", str)
+        handler = self._handlers.get(kind)
         if handler is None:
-            raise ProtocolError(f"unknown stream {header['kind']!r}")
-        async for chunk in handler(sender, header, self._counted(iterator, sender)):
-            self.total.sent += len(chunk)
-            yield chunk
+            raise ProtocolError(f"unknown stream {kind[:40]!r}")
+        with self._counted_in(kind):
+            async for chunk in handler(sender, header, self._counted(iterator, sender)):
+                self.total.sent += len(chunk)
+                yield chunk
 
     async def _counted(self, incoming: AsyncIterator[bytes], sender: str) -> AsyncIterator[bytes]:
         async for chunk in incoming:

@@ -8,10 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from swarmkit.config import Config
+from swarmkit.download_bar import DownloadBar
 from swarmkit.metrics import EventLog
 from swarmkit.optim.synced import RoundReport
 from swarmkit.peers.node import Node
 from swarmkit.peers.roster import PeerRecord
+from swarmkit.peers.transfer import Transfer
 from swarmkit.surroundings import Surroundings
 
 Say = Callable[[str], None]
@@ -50,15 +52,21 @@ class Neighbours(Surroundings):
     def fetch_state(self) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         """See Surroundings; the others read the progress in this peer's state."""
         percent = -5
+        bar = DownloadBar(self._say)
 
-        def progress(done: int, total: int) -> None:
+        def progress(at: Transfer) -> None:
             nonlocal percent
-            if total and 100 * done // total >= percent + 5:
-                percent = 100 * done // total
+            bar.show(at)
+            if at.note:
+                self._events.emit("download", note=at.note, bytes=at.done, total=at.total)
+            if at.total and 100 * at.done // at.total >= percent + 5:
+                percent = 100 * at.done // at.total
                 self.node.heartbeat(state=f"downloading {percent} %")
-                self._say(f"downloading the state: {percent} % of {total / 1e6:.1f} MB")
 
-        return self.node.fetch_state(progress)
+        try:
+            return self.node.fetch_state(progress)
+        finally:
+            bar.close()
 
     def await_round(self, round: int, *, step: int, tokens_per_step: int) -> None:
         """See Surroundings; a round that this peer opened alone, long before the others, would fail for everybody."""

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
-from swarmkit.checks import at_least, positive
+from swarmkit.checks import at_least, in_range, positive
 from swarmkit.peers.preflight import check_address
 from swarmkit.peers.settings import Transport
 
@@ -36,13 +37,20 @@ class NetworkConfig:
     silence_s: float = 5.0  # a member that answers no ping for so long is taken for dead
     stall_s: float = 10.0  # a bulk stream without a byte for so long is broken
     drain_timeout_s: float = 20.0  # from SIGTERM until a peer leaves without finishing its round
+    state_mbit: float = 1000.0  # Mbit/s that all joiners together may take of this peer's state; 0: no limit
+    state_share: float = 0.25  # of what the link has shown that joiners may take while a round exchanges tensors
+    max_downloads: int = 6  # joiners that download the state from this peer at the same time; others go on or wait
 
     def __post_init__(self) -> None:
         host_port("network.listen", self.listen)
         positive(
             "network", self, "max_wait_s", "round_timeout_s", "heartbeat_s", "silence_s", "stall_s", "drain_timeout_s"
         )
-        at_least("network", self, 1, "min_peers")
+        at_least("network", self, 1, "min_peers", "max_downloads")
+        in_range("network", self, 0.0, inf, "state_mbit")
+        positive("network", self, "state_share")
+        if self.state_share > 1:
+            raise ValueError(f"network.state_share={self.state_share}: must be at most 1")
         if not 0 <= self.bulk_port < 65536:
             raise ValueError(f"network.bulk_port={self.bulk_port}: not a port")
         if self.round_timeout_s > MAX_ROUND_TIMEOUT_S:
@@ -83,6 +91,9 @@ class NetworkConfig:
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
             stall_s=self.stall_s,
+            state_mbit=self.state_mbit,
+            state_share=self.state_share,
+            max_downloads=self.max_downloads,
             socket_folder=socket_folder,
         )
 

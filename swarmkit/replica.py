@@ -161,7 +161,7 @@ class _Replica:
         under_way = any(r.state == "training" for r in self.node.refresh() if r.peer_id != self.node.peer_id)
         if self.place.joining:
             trainer.join(observe=under_way)
-        self.node.serve_state(trainer.optimizer.snapshot)
+        self.node.serve_state(trainer.optimizer.snapshot, trainer.optimizer.version)
         self.neighbours.change_state("waiting")
         if not self.neighbours.wait_for(self.place.expected, self.place.still_expected):
             return self.leaving.exit_code if self.leaving.number is not None else Exit.too_few

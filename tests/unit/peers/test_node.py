@@ -77,7 +77,7 @@ def test_the_state_reaches_a_joiner_whole(transport: Transport) -> None:
         joiner = Node.start("state", initial_peers=[with_node.addresses[0]], settings=settings)
         try:
             seen: list[tuple[int, int]] = []
-            tensors, meta = joiner.fetch_state(lambda done, total: seen.append((done, total)), timeout=30)
+            tensors, meta = joiner.fetch_state(lambda at: seen.append((at.done, at.total)), timeout=30)
             assert meta == {"round": 7}
             assert all(torch.equal(tensors[name], state[name]) for name in state)
             assert seen[-1][0] == seen[-1][1] > 1_200_000

@@ -13,6 +13,7 @@ from swarmkit.network_config import NetworkConfig
 from swarmkit.optim.synced import RoundReport
 from swarmkit.peers.node import Node
 from swarmkit.peers.roster import PeerRecord
+from swarmkit.peers.transfer import Progress, Transfer
 from tests.unit.swarmkit.harness_replicas import Recorder, small_config
 
 
@@ -178,9 +179,9 @@ def test_who_finished_stays_until_the_others_have_too(clock: Clock) -> None:
 def test_the_others_hear_of_a_download(clock: Clock) -> None:
     node = FakeNode()
 
-    def fetch(progress: Callable[[int, int], None]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def fetch(progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
         for done in range(0, 1001):
-            progress(done, 1000)
+            progress(Transfer(done=done, total=1000, rate=100.0, eta_s=1.0, donors=("a",)))
         return {}, {}
 
     node.fetch_state = fetch  # type: ignore[attr-defined]

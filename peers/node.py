@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from swarmkit.peers.attach import attach
+from swarmkit.peers.checkup import Checkup
 from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.daemon_checks import check_daemon
@@ -121,6 +122,7 @@ class Node:
         self._coordinator = Coordinator(self._roster, self._rpc, self.settings)
         self._state = StateServer(self._rpc, self._bulk, self.settings)
         self._rpc.handle("config", self._on_config)
+        self._checkup = Checkup(self._rpc, self._p2p)
         await self._rpc.serve()
         await self._bulk.serve()
         self.addresses = _routable_first([str(address) for address in await self._p2p.get_visible_maddrs(latest=True)])

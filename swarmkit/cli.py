@@ -153,6 +153,36 @@ def status(
     show_status(_addresses(address), name=name, as_json=json)
 
 
+@app.command()
+def doctor(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Addresses of peers of a run, and Hydra overrides with which this machine would join.",
+            metavar="[ADDRESS]... [KEY=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run, when the address knows several.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one object with a list of checks.")] = False,
+) -> None:
+    """Check this machine, and with a peer's help its link, clock and reachability; under 20 seconds.
+
+    Examples:
+
+        swarmkit doctor network=wan
+
+        swarmkit doctor /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo... network=wan
+    """
+    from swarmkit.compose import load_config
+
+    addresses = _addresses(*[one for one in arguments or [] if one.startswith("/")])
+    config = load_config([one for one in arguments or [] if not one.startswith("/")])
+    from swarmkit.doctor import examine_machine
+
+    raise typer.Exit(examine_machine(config, addresses, name=name, as_json=json, say=typer.echo))
+
+
 @app.command("eval")
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a peer's checkpoints folder, or a run's folder.")],

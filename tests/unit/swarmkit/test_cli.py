@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from swarmkit import __version__, cli
 from swarmkit.errors import CheckpointError, ConfigError, JoinFailed, TrainingDiverged
 
-COMMANDS = ["local", "start", "join", "bootstrap", "status", "eval", "generate", "config"]
+COMMANDS = ["local", "start", "join", "bootstrap", "status", "doctor", "eval", "generate", "config"]
 PEER_ID = "QmTTSmGoWvbDzYNU4GSLsPUw8sk6xRZBN71BrEkQ2HxvVc"
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from swarmkit.optim.diloco import DiLoCo
     from swarmkit.optim.errors import RoundFailed, SwarmError
     from swarmkit.optim.local_sgd import LocalSGD
+    from swarmkit.optim.pace import Pace
     from swarmkit.optim.round_report import RoundReport
     from swarmkit.optim.schedule import Every, QuadraticSync, Schedule
     from swarmkit.optim.synced import SyncedOptimizer, parameter_names
@@ -26,6 +27,7 @@ __all__ = [
     "Every",
     "Gathered",
     "LocalSGD",
+    "Pace",
     "Pending",
     "PlainAveraging",
     "QuadraticSync",
@@ -49,6 +51,7 @@ _MODULES = {
     "diloco": ["DiLoCo"],
     "errors": ["RoundFailed", "SwarmError"],
     "local_sgd": ["LocalSGD"],
+    "pace": ["Pace"],
     "round_report": ["RoundReport"],
     "schedule": ["Every", "QuadraticSync", "Schedule"],
     "synced": ["SyncedOptimizer", "parameter_names"],

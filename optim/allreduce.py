@@ -28,6 +28,8 @@ class AllReduce(SyncedOptimizer):
         """Wrap `inner`; `clip` is the largest global L2 norm of the mean gradient, the rest see SyncedOptimizer."""
         if options.get("sync") is not None:
             raise ValueError("sync: AllReduce synchronises in every step; LocalSGD and DiLoCo have windows")
+        if options.get("pace") is not None:
+            raise ValueError("pace: AllReduce synchronises in every step, so there is no window to fill together")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip={clip}: must be positive, or None")
         self._clip = clip

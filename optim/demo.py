@@ -68,6 +68,8 @@ class DeMo(SyncedOptimizer):
             raise ValueError(f"average={average!r}: must be one of {', '.join(AVERAGES)}")
         if options.get("averaging") is not None:
             raise ValueError("averaging: DeMo sends coefficients of its own, which no codec takes; see values")
+        if options.get("pace") is not None:
+            raise ValueError("pace: DeMo's parameters move in rounds only, so there is no window to fill together")
         self.beta, self.sign, self.normalise, self.average = beta, sign, normalise, average
         self._k, self._chunk, self._values, self._alpha = k, chunk, values, alpha
         self._trouble: str | None = None  # why this window's gradients are not to be trusted

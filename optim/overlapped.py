@@ -122,9 +122,12 @@ class OverlappedOptimizer(FlyingOptimizer):
         position, done = self.round % self._count, self.step_count - self._synced_step
         if position > 0 and not self._staggered:
             return True
-        if self._window is None:
-            return False
-        return done >= (self._window if position == 0 else position * self._window // self._count)
+        return self._window is not None and done >= self._next_meeting()
+
+    def _next_meeting(self) -> int:
+        assert self._window is not None
+        position = self.round % self._count
+        return position * self._window // self._count if position and self._staggered else self._window
 
     def _meet(self, fragment: Fragment) -> None:
         if fragment.flight is not None:

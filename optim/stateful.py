@@ -23,7 +23,17 @@ from swarmkit.optim.snapshot import (
     take,
 )
 
-_COUNTERS = ("round", "step_count", "_synced_step", "_window", "samples", "_unsent_steps", "needs_state", "lineage")
+_COUNTERS = (
+    "round",
+    "step_count",
+    "_synced_step",
+    "_window",
+    "_paced",
+    "samples",
+    "_unsent_steps",
+    "needs_state",
+    "lineage",
+)
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
@@ -58,6 +68,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self.needs_state = False
         self._synced_step = 0  # step_count at the last closed or failed round
         self._window: int | None = None  # H of the running window; None until its first step
+        self._paced = (0, 0)  # with a pace: the step that a window began at, and this replica's own steps in it
         self._adopt_parameters()
 
     # -- what a strategy defines -------------------------------------------------------------------------------------
@@ -158,6 +169,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for i, buffer in enumerate(self._buffers):
                 buffer.copy_(parts["buffer"][str(i)])
             self.round, self.step_count, self._synced_step, self._window = round, step, step, window
+            self._paced = (step, 0)
             self.lineage = lineage
             self.samples, self._unsent_steps = 0.0, 0
             self.needs_state = False

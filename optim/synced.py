@@ -14,6 +14,7 @@ from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.offer import Offer, not_finite
+from swarmkit.optim.pace import Pace
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.schedule import Every, Schedule
 from swarmkit.optim.snapshot import drop_broken_state
@@ -55,18 +56,21 @@ class SyncedOptimizer(StatefulOptimizer):
         collective: Collective,
         averaging: Averaging | None = None,
         sync: Schedule | None = None,
+        pace: Pace | None = None,
         names: Mapping[Tensor, str] | None = None,
         buffers: Sequence[Tensor] = (),
         offload: torch.device | str | None = None,
     ) -> None:
         """Wrap `inner`.
 
+        `sync` says how long windows are, and `pace` whose steps fill them; without one it is this replica's own.
         `averaging` takes what is averaged through a codec; without one it is sent as it is. `names` maps parameters to
         the names that snapshots and error messages use (see `parameter_names`); `buffers` are floating-point tensors,
         like BatchNorm statistics, that each round averages as they are; `offload` names the device that holds the
         anchor and the outer state.
         """
         self.sync: Schedule = sync if sync is not None else Every(1)
+        self.pace = pace
         self.on_round: list[Callable[[RoundReport], None]] = []
         self.last_report: RoundReport | None = None
         super().__init__(
@@ -114,15 +118,31 @@ class SyncedOptimizer(StatefulOptimizer):
         if self._window is None:
             self._window = self.sync.next_window(self.step_count, self.lr)
         loss = self._inner_step(closure)
-        self.step_count += 1
         self._unsent_steps += 1
+        self._count_step()
         self._meet_if_due()
         return loss
 
+    def _count_step(self) -> None:
+        """Count an inner step that was just taken, in the swarm's steps where there is a pace."""
+        if self.pace is None:
+            self.step_count += 1
+            return
+        start, done = self._paced
+        done = done + 1 if start == self._synced_step else 1
+        self._paced = (self._synced_step, done)
+        due = self._synced_step + self._next_meeting()
+        step = self.pace.advance(self._synced_step, done, due)
+        self.step_count = max(self.step_count, min(step, due))
+
+    def _next_meeting(self) -> int:
+        """How many steps after the start of the running window the next round begins."""
+        assert self._window is not None
+        return self._window
+
     def _meet_if_due(self) -> None:
         """Synchronise if the step that was just taken ends a window."""
-        assert self._window is not None
-        if self.step_count - self._synced_step >= self._window:
+        if self.step_count - self._synced_step >= self._next_meeting():
             self._synchronise()
 
     def _inner_step(self, closure: Closure | None) -> Any:  # noqa: ANN401

@@ -29,6 +29,7 @@ from swarmkit.peers.loop import NetworkThread
 from swarmkit.peers.manifest import Snapshot
 from swarmkit.peers.peer_cache import PeerCache, Remembered
 from swarmkit.peers.preflight import check_address
+from swarmkit.peers.pace import SwarmPace
 from swarmkit.peers.roster import PeerRecord, Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
@@ -121,6 +122,7 @@ class Node:
         self._bulk.is_alive, self._bulk.heard_from = self._roster.is_alive, self._roster.heard_from
         self._coordinator = Coordinator(self._roster, self._rpc, self.settings)
         self._state = StateServer(self._rpc, self._bulk, self.settings)
+        self._pace = SwarmPace(self._thread, self._rpc, self._roster, self.settings)
         self._rpc.handle("config", self._on_config)
         self._checkup = Checkup(self._rpc, self._p2p)
         await self._rpc.serve()
@@ -140,6 +142,7 @@ class Node:
             self._tasks.append(asyncio.ensure_future(self._remember(self._cache, initial_peers)))
         if self._role == "replica":
             await announce_run(self._dht, self.run)
+            self._tasks.append(asyncio.ensure_future(self._pace.run()))
             self._tasks.append(asyncio.ensure_future(self._keep_records()))
 
     async def _watch_p2pd(self) -> None:
@@ -243,6 +246,11 @@ class Node:
         )
         self._collectives.append(collective)
         return collective
+
+    @property
+    def pace(self) -> SwarmPace:
+        """Give it to a strategy, on all peers of the run, and windows are filled by all together; see optim.Pace."""
+        return self._pace
 
     def attach(self, optimizer: "SyncedOptimizer") -> None:
         """Keep an optimizer of your own loop with the run; call it once, before the first step.

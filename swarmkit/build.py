@@ -14,7 +14,7 @@ from swarmkit.data.stream import Stream
 from swarmkit.errors import ConfigError
 from swarmkit.inner import build_inner
 from swarmkit.models.build import build_model, context_of
-from swarmkit.optim import Collective
+from swarmkit.optim import Collective, Pace
 from swarmkit.optim.synced import SyncedOptimizer, parameter_names
 from swarmkit.strategy import build_strategy
 from swarmkit.surroundings import Events, Source, Surroundings
@@ -81,13 +81,16 @@ def open_stream(config: Config, corpus: Corpus, slot: int) -> Stream:
     )
 
 
-def build_optimizer(config: Config, model: nn.Module, collective: Collective) -> SyncedOptimizer:
+def build_optimizer(
+    config: Config, model: nn.Module, collective: Collective, pace: Pace | None = None
+) -> SyncedOptimizer:
     """Wrap the configured inner optimizer in the configured strategy."""
     kept = model.state_dict()
     return build_strategy(
         config.strategy,
         build_inner(config.optimizer, [p for p in model.parameters() if p.requires_grad]),
         collective=collective,
+        pace=pace,
         compression=config.compression,
         clip=config.optimizer.clip or None,
         seed=config.seed,
@@ -103,6 +106,7 @@ def build_trainer(
     config: Config,
     *,
     collective: Collective,
+    pace: Pace | None = None,
     corpus: Corpus,
     source: Source,
     events: Events,
@@ -118,7 +122,7 @@ def build_trainer(
     return Trainer(
         config,
         model=model,
-        optimizer=build_optimizer(config, model, collective),
+        optimizer=build_optimizer(config, model, collective, pace),
         source=source,
         corpus=corpus,
         events=events,

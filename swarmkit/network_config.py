@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from swarmkit.checks import at_least, in_range, positive
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 MAX_ROUND_TIMEOUT_S = 24 * 3600.0
 
 
+class PaceRule(Enum):
+    """Whose steps fill the window of a strategy that has windows."""
+
+    steps = "steps"  # each replica takes all its steps, then waits for the others
+    swarm = "swarm"  # all replicas together: the fast take more, the slow fewer, and nobody waits
+
+
 @dataclass(kw_only=True, slots=True)
 class NetworkConfig:
     """How peers listen, find each other and wait."""
@@ -30,6 +38,7 @@ class NetworkConfig:
     transport: Transport = Transport.auto  # auto: gRPC where a peer can be reached directly, libp2p otherwise
     relay: bool = False  # look for libp2p relays, for peers behind NAT
     peer_cache: str = "auto"  # folder that remembers peers, for when no address answers; auto: the user's; none: off
+    pace: PaceRule = PaceRule.steps  # whose steps fill a window; the same on all peers
     min_peers: int = 1  # training starts when so many replicas are there
     max_wait_s: float = 600.0  # for min_peers, before giving up
     round_timeout_s: float = 30.0  # bounds a round

@@ -147,6 +147,7 @@ def _adapt(published: Config, own: Config) -> Config:
     run = published.network
     network = dataclasses.replace(
         own.network,
+        pace=run.pace,
         min_peers=run.min_peers,
         max_wait_s=run.max_wait_s,
         round_timeout_s=run.round_timeout_s,

@@ -17,6 +17,7 @@ from swarmkit.data.corpus import Corpus
 from swarmkit.exits import EXPECTED, Exit, exit_code
 from swarmkit.metrics import EventLog, PrometheusSink, Sink, TensorBoardSink
 from swarmkit.neighbours import Neighbours, Say
+from swarmkit.network_config import PaceRule
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.node import Node
 from swarmkit.signals import Leaving
@@ -127,6 +128,7 @@ class _Replica:
         trainer = build_trainer(
             self.config,
             collective=collective,
+            pace=self.node.pace if self.config.network.pace is PaceRule.swarm else None,
             corpus=self.corpus,
             source=open_stream(self.config, self.corpus, slot),
             events=self.events,

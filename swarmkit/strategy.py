@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from swarmkit.optim import Collective, Schedule, SyncedOptimizer
+    from swarmkit.optim import Collective, Pace, Schedule, SyncedOptimizer
     from swarmkit.optim.averaging import Averaging
 
 
@@ -211,6 +211,7 @@ def build_strategy(
     collective: "Collective",
     total_steps: int,
     warmup_steps: int,
+    pace: "Pace | None" = None,
     compression: CompressionConfig | None = None,
     clip: float | None = None,
     seed: int = 0,
@@ -219,8 +220,8 @@ def build_strategy(
 ) -> "SyncedOptimizer":
     """Wrap an inner optimizer in the strategy that a configuration names.
 
-    `clip` is the largest norm of a gradient where the strategy has to see to it itself (`clips_itself`), `seed` is for
-    codecs that draw.
+    `pace` fills the windows of strategies that have them, `clip` is the largest norm of a gradient where the strategy
+    has to see to it itself (`clips_itself`), `seed` is for codecs that draw.
     """
     from swarmkit.optim import CO2, AllReduce, DeMo, DiLoCo, LocalSGD
 
@@ -243,11 +244,12 @@ def build_strategy(
         case AllReduceConfig():
             return AllReduce(inner, averaging=averaging(), clip=clip, **options)
         case LocalSGDConfig():
-            return LocalSGD(inner, sync=sync(config.sync), averaging=averaging(), **options)
+            return LocalSGD(inner, sync=sync(config.sync), pace=pace, averaging=averaging(), **options)
         case DiLoCoConfig():
             return DiLoCo(
                 inner,
                 sync=sync(config.sync),
+                pace=pace,
                 averaging_for=None if codec.name == "none" else averaging,
                 outer_lr=config.outer_lr,
                 outer_momentum=config.outer_momentum,
@@ -263,6 +265,7 @@ def build_strategy(
             return CO2(
                 inner,
                 sync=sync(config.sync),
+                pace=pace,
                 averaging=averaging(),
                 outer_lr=config.outer_lr,
                 outer_momentum=config.outer_momentum,

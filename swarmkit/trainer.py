@@ -99,7 +99,7 @@ class Trainer:
         self._rounds_closed = 0
         self._allocation: list[TensorChoice] = []  # what was told last
         self._samples = 0
-        self._evaluated_at = self._saved_at = 0
+        self._evaluated_at = self._saved_at = self._logged_at = 0
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
         optimizer.on_round.append(self._on_round)
@@ -119,7 +119,7 @@ class Trainer:
             except (ValueError, KeyError):
                 # Shares of the data differ in size: another peer's position need not exist in this one's.
                 self._seek()
-        self._evaluated_at = self._saved_at = self.optimizer.step_count
+        self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
 
     def join(self, *, observe: bool = True) -> None:
         """Fetch the state of a running swarm and take part in its current round, until that works.
@@ -151,7 +151,7 @@ class Trainer:
             step = self.optimizer.step_count + (meta.get("window") or 1)
             self._around.await_round(self.optimizer.round, step=step, tokens_per_step=self.tokens_per_step)
             self.optimizer.observe_round()
-        self._evaluated_at = self._saved_at = self.optimizer.step_count
+        self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
 
     def _seek(self) -> None:
         """Go to where a peer that drew every step's samples of this share would be."""
@@ -236,7 +236,8 @@ class Trainer:
 
     def _after_step(self) -> None:
         step = self.optimizer.step_count
-        if step == 1 or step % self.config.log.every == 0:
+        # At the swarm's pace a step of this peer may be none of the swarm's, or several.
+        if self._logged_at < 1 <= step or self._is_due(self.config.log.every, self._logged_at):
             self._log()
         if self._is_due(self.config.eval.every, self._evaluated_at) and self._at_round():
             self._evaluated_at = step
@@ -255,6 +256,7 @@ class Trainer:
     def _log(self) -> None:
         self._check_losses()
         watch, step = self._watch, self.optimizer.step_count
+        self._logged_at = step
         loss = torch.stack([loss for _, loss in self._losses]).mean().item() if self._losses else math.nan
         rate = watch.tokens / watch.elapsed
         self.events.emit(
@@ -372,7 +374,7 @@ class Trainer:
         """Bring the running window in, so that its work is not lost, and leave a checkpoint."""
         finished = self.optimizer.step_count >= self.config.steps
         left_behind = ""
-        if self.optimizer.step_count:
+        if self.optimizer.step_count or self._losses:
             self._check_losses()
             self.optimizer.finish()
             if self.optimizer.needs_state and finished:

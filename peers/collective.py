@@ -29,6 +29,7 @@ Operation = Literal["reduce", "gather"]
 GRACE_S = 3.0
 LAST_S = 1.0  # then whatever still goes on is ended
 MIN_ROUND_S = 0.5
+RETRY_S = 0.1  # after a call whose stream broke
 REMEMBERED_ATTEMPTS = 256
 T = TypeVar("T")
 Result = list[Any]  # tensors of a reduction, or lists of tensors of a gathering
@@ -234,17 +235,24 @@ class _Member:
         return self._deadline - time.monotonic()
 
     async def _ask(self, method: str, message: Message) -> Message | None:
-        """Call the coordinator and watch that it lives; None when it does not."""
-        call = asyncio.ensure_future(
-            self._c._rpc.call(self._coordinator, method, message, timeout=max(0.1, self._left()))
-        )
-        try:
-            if await self._while_coordinator_lives(call):
-                return call.result()
-        except PeerUnreachable:
-            pass
-        finally:
-            call.cancel()
+        """Call the coordinator and watch that it lives; None when it does not.
+
+        A call whose stream breaks while it lives is repeated: to give it up is to tear the round apart.
+        """
+        is_alive = True
+        while is_alive and self._left() > 0:
+            call = asyncio.ensure_future(
+                self._c._rpc.call(self._coordinator, method, message, timeout=max(0.1, self._left()))
+            )
+            try:
+                if await self._while_coordinator_lives(call):
+                    return call.result()
+                break
+            except PeerUnreachable:
+                is_alive = await self._c._roster.is_alive(self._coordinator)
+                await asyncio.sleep(RETRY_S)
+            finally:
+                call.cancel()
         self._c._coordinator.note(self._key, "abandoned", self._coordinator)
         self._gave_up = True
         if self._left() > 0:

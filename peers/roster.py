@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,6 +18,8 @@ from swarmkit.peers.wire import Message, decode, encode, field
 logger = logging.getLogger(__name__)
 EXPIRE_BEATS = 5  # a record lives for this many heartbeats
 MAX_RECORD_BYTES = 4096
+CONFIRMED = 2  # times in a row that a peer's port was closed: it has ended
+TCP_ADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})(?:/|$)")
 MAX_AHEAD_S = 300.0  # of a peer's clock before this one's
 LEAVING_STATES = frozenset({"draining", "done", "gone"})
 # States in which a replica takes part in rounds and is waited for.
@@ -94,7 +97,7 @@ class Roster:
         self._pings: dict[str, asyncio.Task[bool]] = {}  # one under way for each peer
         self._heard: dict[str, float] = {}  # peer id -> monotonic time of its last sign of life
         self._unanswered: dict[str, float] = {}  # peer id -> monotonic time of the first ping since then
-        self._refusals: dict[str, int] = {}  # calls in a row that failed at once
+        self._refusals: dict[str, int] = {}  # times in a row that its port was closed
         rpc.handle("ping", self._on_ping)
         rpc.handle("beat", self._on_beat)
         self.on_leave: list[Callable[[str], None]] = []
@@ -225,7 +228,7 @@ class Roster:
         return True
 
     async def is_alive(self, peer_id: str) -> bool:
-        """Ask whether a peer lives: False once it refused two pings in a row or left them unanswered for `silence_s`.
+        """Ask whether a peer lives: False once its port was closed twice in a row or it was silent for `silence_s`.
 
         Whatever else is heard from it meanwhile counts for an answer: on a full link pings queue behind the data.
         """
@@ -245,12 +248,43 @@ class Roster:
             pass  # an answer, even if not one that we like
         except PeerUnreachable:
             now = time.monotonic()
-            if now - started < self._settings.silence_s / 4:
+            if now - started > self._settings.silence_s:
+                # It is this process that stood still, as when a laptop sleeps: nobody could have been heard.
+                self._unanswered[peer_id] = now
+                return True
+            # A call that fails at once tells little: after one failed attempt libp2p refuses to dial for some seconds.
+            if now - started < self._settings.silence_s / 4 and await self._has_closed_port(peer_id):
                 self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
-                return self._refusals[peer_id] < 2
+                return self._refusals[peer_id] < CONFIRMED
             return self._heard.get(peer_id, -inf) >= started or now - asked_since < self._settings.silence_s
         self.heard_from(peer_id)
         return True
+
+    async def _has_closed_port(self, peer_id: str) -> bool:
+        """True when a peer's machine says that nothing listens where the peer did: its process has ended."""
+        record = self._table.get(peer_id)
+        found = TCP_ADDRESS.match(record.address) if record is not None else None
+        if found is None or "/p2p-circuit" in found.string:
+            return False
+        try:
+            async with asyncio.timeout(self._settings.silence_s / 4):
+                _, writer = await asyncio.open_connection(found["host"], int(found["port"]))
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError, OverflowError):
+            return False
+        writer.close()
+        return False
+
+    def silent(self) -> set[str]:
+        """Replicas that took part in rounds and are not heard any more, though nobody has seen them end."""
+        return {
+            record.peer_id
+            for record in self.table()
+            if record.is_active
+            and self.is_suspect(record.peer_id)
+            and self._refusals.get(record.peer_id, 0) < CONFIRMED
+        }
 
     def heard_from(self, peer_id: str) -> None:
         """Note a sign of life."""

@@ -243,6 +243,9 @@ class Session:
                 return Decision("", (), (), reason)
             if 2 * len(members) < len(set(self._arrivals) - self.gone - refused):
                 return Decision("", (), (), f"more than half of the living members cannot take part: {reason}")
+            if 2 * len(members) < len(set(members) | self._roster.silent()):
+                # They may well meet without this peer. Those who have ended are forgotten soon, and then it goes on.
+                return Decision("", (), (), "more than half of the members cannot be heard from here")
             if self._left() <= 0:
                 return Decision("", (), (), f"no result within {self._timeout} s: {reason}")
             if sum(self._arrivals[peer].weight for peer in members) <= 0:

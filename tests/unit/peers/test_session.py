@@ -24,9 +24,13 @@ class FakeRoster:
 
     members: list[str]
     dead: set[str] = field(default_factory=set)
+    unheard: set[str] = field(default_factory=set)
 
     def active(self) -> list[str]:
         return [peer for peer in self.members if peer not in self.dead]
+
+    def silent(self) -> set[str]:
+        return self.unheard
 
     async def is_alive(self, peer_id: str) -> bool:
         return peer_id not in self.dead
@@ -338,3 +342,22 @@ def test_a_gathering_tells_every_member_everyones_schema() -> None:
 def test_whoever_asks_late_hears_the_decision_that_was_made(peer: str, outcome: str, missed: bool | None) -> None:
     answer = Decision("attempt", ("a", "b"), (1.0, 1.0)).for_member(peer)
     assert (answer["outcome"], answer.get("missed")) == (outcome, missed)
+
+
+@pytest.mark.parametrize(("unheard", "closes"), [(0, True), (1, True), (2, False)])
+def test_a_minority_of_those_who_were_here_does_not_close_a_round_alone(unheard: int, closes: bool) -> None:
+    """They are silent, not seen to have ended: they may well meet somewhere else."""
+
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        away = {"b", "c"}
+        round.roster.dead = set(away)
+        round.roster.unheard = set(sorted(away)[:unheard])
+        met = round.meet("a")
+        if closes:
+            begin = await met
+            assert begin["members"] == ["a"]
+            await finish({"a": begin}, round)
+        assert bool((await round.decision).attempt) == closes
+
+    in_loop(scenario)

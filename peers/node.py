@@ -27,9 +27,9 @@ from swarmkit.peers.fetch import Fetch
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.loop import NetworkThread
 from swarmkit.peers.manifest import Snapshot
+from swarmkit.peers.pace import SwarmPace
 from swarmkit.peers.peer_cache import PeerCache, Remembered
 from swarmkit.peers.preflight import check_address
-from swarmkit.peers.pace import SwarmPace
 from swarmkit.peers.roster import PeerRecord, Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings

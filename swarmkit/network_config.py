@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING
 
 from swarmkit.checks import at_least, in_range, positive

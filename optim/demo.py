@@ -15,10 +15,12 @@ from swarmkit.optim.demo_momentum import Mean, Momentum
 from swarmkit.optim.norms import all_finite, total_norm
 from swarmkit.optim.offer import Offer, not_finite
 from swarmkit.optim.round_report import RoundReport
+from swarmkit.optim.second_moment import SecondMoment
 from swarmkit.optim.synced import Closure, SyncedOptimizer
 
 AVERAGES = ("senders", "members")
 _LARGEST = 1e30  # norm of a gradient: a momentum of such ones stays within float32
+_LARGEST_SQUARED = 1e18  # norm of one whose square stays within float32 as well
 
 
 class DeMo(SyncedOptimizer):
@@ -30,16 +32,21 @@ class DeMo(SyncedOptimizer):
     Chunks are `chunk` by `chunk` (see `Chunks`); `k` is for one of 64 by 64, others send in proportion to the root of
     their area.
 
-    The step: with `sign`, along the signs of the mean, as in the paper's first version; else, with `normalise`, along
-    the mean with each chunk scaled to a root mean square of 1, so that SGD's learning rate is how far parameters move
-    (about 1e-3); with neither, along the mean. Inner optimizers without a first moment fit, SGD above all: one of their
-    own delays once more what the momentum has delayed. Every member receives every other's payload, so the bytes
-    received grow with the members, which an all-reduce's do not.
+    With `precondition`, gradients are divided by the root of this peer's own second moment of that decay before they
+    enter the momentum, as Adam does; what the members send is then a share of Adam's step without its first moment, and
+    Adam's learning rates fit. Not in the paper, which has none; it learns as AdamW does with a mean gradient.
+
+    The step: along the mean; with `normalise`, with each chunk of it scaled to a root mean square of 1, so that SGD's
+    learning rate is how far parameters move (about 1e-3); with `sign`, along its signs, as in the paper's first
+    version. Inner optimizers without a first moment fit, SGD above all: one of their own delays once more what the
+    momentum has delayed. Every member receives every other's payload, so the bytes received grow with the members,
+    which an all-reduce's do not.
 
     `values` is how coefficients are sent: "float32", "float16", "int8" or "sign" (1 bit and a scale per chunk); what
-    these lose stays in the momentum. `average="senders"` divides a coefficient by the members that sent it, as the
-    paper's code does: one sent by one peer of many weighs as much as one sent by all. `"members"` divides by all.
-    Members are weighted by samples per step. The momentum is float32, in the DCT domain, and this peer's own.
+    these lose stays in the momentum. `average="members"` divides a coefficient's sum by all members, as an average of
+    the momenta does; `"senders"`, as the paper's code, by those that sent it: one sent by one peer of many weighs as
+    much as one sent by all. Members are weighted by samples per step. Momentum and second moment are float32, this
+    peer's own, and the first in the DCT domain.
     """
 
     averaging: DeMoAveraging
@@ -48,14 +55,15 @@ class DeMo(SyncedOptimizer):
         self,
         inner: torch.optim.Optimizer,
         *,
-        k: int = 64,
+        k: int = 80,
         chunk: int = 64,
         beta: float = 0.999,
         alpha: float = 1.0,
+        precondition: float | None = 0.95,
         values: str = "sign",
         sign: bool = False,
-        normalise: bool = True,
-        average: str = "senders",
+        normalise: bool = False,
+        average: str = "members",
         **options: Any,  # noqa: ANN401 - see SyncedOptimizer
     ) -> None:
         if k < 1:
@@ -64,6 +72,8 @@ class DeMo(SyncedOptimizer):
             raise ValueError(f"beta={beta}: must be between 0 and 1")
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha={alpha}: must be above 0 and at most 1")
+        if precondition is not None and not 0 <= precondition < 1:
+            raise ValueError(f"precondition={precondition}: a decay of at least 0 and below 1, or None")
         if average not in AVERAGES:
             raise ValueError(f"average={average!r}: must be one of {', '.join(AVERAGES)}")
         if options.get("averaging") is not None:
@@ -71,6 +81,7 @@ class DeMo(SyncedOptimizer):
         if options.get("pace") is not None:
             raise ValueError("pace: DeMo's parameters move in rounds only, so there is no window to fill together")
         self.beta, self.sign, self.normalise, self.average = beta, sign, normalise, average
+        self.precondition = precondition
         self._k, self._chunk, self._values, self._alpha = k, chunk, values, alpha
         self._trouble: str | None = None  # why this window's gradients are not to be trusted
         super().__init__(inner, **options)
@@ -79,6 +90,8 @@ class DeMo(SyncedOptimizer):
         parameters = list(self.parameters())
         self._anchor = LiveAnchor(parameters, names=self._names, offload=None)
         device = self._offload or (parameters[0].device if parameters else torch.device("cpu"))
+        # A gradient over the root of its mean square, or as it is.
+        self._second = SecondMoment(parameters, self.precondition, device) if self.precondition is not None else None
         momentum = Momentum(Chunks([parameter.shape for parameter in parameters], self._chunk, device), self._k)
         self.averaging = DeMoAveraging(
             self.collective, momentum, values=self._values, alpha=self._alpha, num_parameters=len(parameters)
@@ -93,6 +106,11 @@ class DeMo(SyncedOptimizer):
         """Names what a payload holds."""
         return self._round_name
 
+    def _form(self) -> str:
+        # Momenta of gradients in different units must not meet either, though their payloads have one form.
+        rule = (self.sign, self.normalise, self.average, self.precondition)
+        return f"{super()._form()}|{rule}"
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _inner_step(self, closure: Closure | None) -> Any:  # noqa: ANN401
@@ -104,11 +122,14 @@ class DeMo(SyncedOptimizer):
         if not self._unscale():
             return loss
         gradients = [_dense(parameter.grad) for parameter in self._anchor.parameters]
-        if not _is_usable([gradient for gradient in gradients if gradient is not None]):
+        limit = _LARGEST if self._second is None else _LARGEST_SQUARED
+        if not _is_usable([gradient for gradient in gradients if gradient is not None], limit):
             self._trouble = not_finite("gradients", self.collective.peer_id)
             return loss
         with self._lock, torch.no_grad():
             self.averaging.present |= torch.tensor([gradient is not None for gradient in gradients], dtype=torch.bool)
+            if self._second is not None:
+                gradients = self._second.divide(gradients)
             # A missing gradient is zeros that take no memory.
             pairs = zip(self._anchor.parameters, gradients, strict=True)
             filled = [p.new_zeros(()).expand(p.shape) if gradient is None else gradient for p, gradient in pairs]
@@ -170,18 +191,29 @@ class DeMo(SyncedOptimizer):
         super().load_state_dict(state_dict)
 
     def _own_state(self) -> dict[str, Any]:
-        return {"trouble": self._trouble}
+        second = self._second.state_dict() if self._second is not None else None
+        return {"trouble": self._trouble, "second_moment": second}
+
+    def _check_own_state(self, state: Mapping[str, Any]) -> None:
+        found = state.get("second_moment")
+        if (found is None) != (self._second is None):
+            there, here = ("without" if each is None else "with" for each in (found, self._second))
+            raise ValueError(f"the state is {there} a second moment, this optimizer {here} one: set precondition alike")
+        if self._second is not None and found is not None:
+            self._second.check_state(found)
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._trouble = state["trouble"]
+        if self._second is not None:
+            self._second.load_state_dict(state["second_moment"])
 
 
-def _is_usable(gradients: Sequence[Tensor]) -> bool:
+def _is_usable(gradients: Sequence[Tensor], limit: float) -> bool:
     norm = total_norm(gradients)
     if math.isfinite(norm):
-        return norm < _LARGEST
+        return norm < limit
     # A norm of finite values may overflow in their own dtype.
-    return all(float(gradient.abs().max()) < _LARGEST for gradient in gradients if gradient.numel())
+    return all(float(gradient.abs().max()) < limit for gradient in gradients if gradient.numel())
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""DeMo's payload: positions in the fewest bits that a chunk needs and their values in four precisions, one message."""
+"""DeMo's payload: positions in few bits (Elias-Fano) and their values in four precisions, one message."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.compression.bits import pack_bits, packed_bytes, unpack_bits
+from swarmkit.optim.compression.positions import position_bytes, read_positions, write_positions
 
 VALUES = ("float32", "float16", "int8", "sign")
 
@@ -26,11 +27,6 @@ class GroupFormat:
     chunks: int
     area: int  # elements of a chunk
     k: int  # entries per chunk
-
-    @property
-    def index_bits(self) -> int:
-        """Bits of a position."""
-        return max(1, (self.area - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class PayloadFormat:
             count = group.chunks * group.k
             values = {"float32": 4 * count, "float16": 2 * count, "int8": count, "sign": packed_bytes(count, 1)}
             scales = 2 * group.chunks if self.values in ("int8", "sign") else 0
-            sizes += [packed_bytes(count, group.index_bits), values[self.values], scales]
+            sizes += [position_bytes(group.chunks, group.area, group.k), values[self.values], scales]
         return sizes
 
     def write(self, parts: Sequence[Sparse], flags: Tensor) -> Tensor:
@@ -75,7 +71,7 @@ class PayloadFormat:
         found = [pack_bits(flags.to(torch.uint8), 1), _bytes(unit)]
         for part, group in zip(parts, self.groups, strict=True):
             values, scales = _quantise(part.values, self.values, unit)
-            found += [pack_bits(part.index, group.index_bits), values, scales]
+            found += [write_positions(part.index, group.area), values, scales]
         return torch.cat([part.cpu() for part in found])
 
     def read(self, payload: Sequence[Tensor], device: torch.device) -> tuple[list[Sparse], Tensor]:
@@ -88,10 +84,8 @@ class PayloadFormat:
         parts = []
         for i, group in enumerate(self.groups):
             shape = (group.chunks, group.k)
-            index = unpack_bits(rest[3 * i], group.index_bits, group.chunks * group.k, torch.int64).view(shape)
+            index = read_positions(rest[3 * i], group.chunks, group.area, group.k)
             values = self._read_values(rest[3 * i + 1], rest[3 * i + 2], scale, shape)
-            if bool((index[:, -1] >= group.area).any()) or bool((index[:, 1:] <= index[:, :-1]).any()):
-                raise ValueError(f"positions must ascend and be below {group.area}")
             if not bool(values.isfinite().all()):
                 raise ValueError("a value is not finite")
             parts.append(Sparse(index, values))

@@ -17,7 +17,7 @@ def notes(config: Config) -> Iterator[str]:
     if isinstance(strategy, DeMoConfig) and not isinstance(config.optimizer, SGDConfig):
         yield (
             f"strategy=demo with optimizer={config.optimizer.name}: the momentum is DeMo's own; "
-            "use optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0 optimizer.lr=0.001"
+            "use optimizer=sgd optimizer.momentum=0, with the learning rate that suits AdamW"
         )
     if isinstance(strategy, DiLoCoConfig) and strategy.sync.rule is SyncRule.every:
         rounds = math.ceil(config.steps / strategy.sync.h)

@@ -174,14 +174,15 @@ class DeMoConfig(StrategyConfig):
 
     name: str = "demo"
     every: int = 1  # steps between two rounds; between them parameters do not move
-    k: int = 64  # coefficients sent of each chunk
+    k: int = 80  # coefficients sent of each chunk of 64 by 64, of others in proportion to the root of their area
     chunk: int = 64  # side of a chunk
     beta: float = 0.999  # decay of the momentum per step
     alpha: float = 1.0  # share of what is sent that leaves the momentum
+    precondition: float | None = 0.95  # decay of the second moment that gradients are divided by, as Adam's; null: none
     values: CoefficientValues = CoefficientValues.sign  # how coefficients are sent
     sign: bool = False  # step along the signs of the mean, as the paper's first version does
-    normalise: bool = True  # else scale each chunk's mean to a root mean square of 1; optimizer.lr is then about 1e-3
-    average: CoefficientAverage = CoefficientAverage.senders  # what a sum is divided by
+    normalise: bool = False  # scale each chunk of the mean to a root mean square of 1; optimizer.lr is then about 1e-3
+    average: CoefficientAverage = CoefficientAverage.members  # what a sum is divided by
 
     def __post_init__(self) -> None:
         StrategyConfig.__post_init__(self)
@@ -192,6 +193,8 @@ class DeMoConfig(StrategyConfig):
             raise ValueError(f"strategy.beta={self.beta}: between 0 and 1")
         if not 0 < self.alpha <= 1:
             raise ValueError(f"strategy.alpha={self.alpha}: above 0 and at most 1")
+        if self.precondition is not None and not 0 <= self.precondition < 1:
+            raise ValueError(f"strategy.precondition={self.precondition}: at least 0 and below 1, or null")
 
 
 def build_schedule(config: SyncConfig, *, total_steps: int, warmup_steps: int) -> "Schedule":
@@ -285,6 +288,7 @@ def build_strategy(
                 chunk=config.chunk,
                 beta=config.beta,
                 alpha=config.alpha,
+                precondition=config.precondition,
                 values=config.values.name,
                 sign=config.sign,
                 normalise=config.normalise,

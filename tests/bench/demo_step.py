@@ -92,7 +92,8 @@ def give_gradients(parameters: list[Tensor], step: int) -> None:
 def make_demo(parameters: list[Tensor], values: str, sign: bool) -> DeMo:
     sgd = torch.optim.SGD(parameters, lr=LR, foreach=True)
     collective = LocalSwarm(1).collectives[0]
-    return DeMo(sgd, collective=collective, k=K, chunk=CHUNK, beta=BETA, values=values, sign=sign)
+    options = {"values": values, "sign": sign, "precondition": None, "average": "senders"}
+    return DeMo(sgd, collective=collective, k=K, chunk=CHUNK, beta=BETA, **options)  # type: ignore[arg-type]
 
 
 def flips(left: list[Tensor], right: list[Tensor]) -> float:

@@ -37,8 +37,7 @@ METHODS: dict[str, list[str]] = {
     "streaming": ["strategy=diloco", "strategy.sync.h=12", "strategy.outer_lr=0.4", "strategy.fragments=3",
                   "strategy.overlap_steps=1", "strategy.mixing=0.5"],
     "co2": ["strategy=co2", H],
-    "demo": ["strategy=demo", "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.001",
-             "optimizer.weight_decay=0"],
+    "demo": ["strategy=demo", "optimizer=sgd", "optimizer.momentum=0"],
 }  # fmt: skip
 CODECS: dict[str, list[str]] = {
     "none": [],

@@ -47,11 +47,12 @@ def make_demo(
     lr: float = LR,
     chunk: int = CHUNK,
     weight_decay: float = 0.0,
-    normalise: bool = False,
     **options: object,
 ) -> DeMo:
+    """As the paper has it, unless the options say otherwise."""
     sgd = torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay)
-    return DeMo(sgd, collective=collective, k=k, chunk=chunk, normalise=normalise, **options)  # type: ignore[arg-type]
+    options = {"precondition": None, "average": "senders"} | options
+    return DeMo(sgd, collective=collective, k=k, chunk=chunk, **options)  # type: ignore[arg-type]
 
 
 def run(
@@ -374,6 +375,8 @@ def test_the_same_training_gives_the_same_bits() -> None:
         ({"alpha": 0.0}, "alpha=0.0"),
         ({"values": "int3"}, "values='int3'"),
         ({"average": "all"}, "average='all'"),
+        ({"precondition": 1.0}, "precondition=1.0"),
+        ({"precondition": math.nan}, "precondition=nan"),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, object], message: str) -> None:

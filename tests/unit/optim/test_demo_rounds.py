@@ -21,7 +21,7 @@ LR = 0.05
 
 
 def make_demo(parameters: Iterable[Tensor], collective: Collective, **options: object) -> DeMo:
-    settings: dict[str, object] = {"k": 16, "chunk": 8, "beta": 0.9, "normalise": False} | options
+    settings: dict[str, object] = {"k": 16, "chunk": 8, "beta": 0.9, "precondition": None} | options
     return DeMo(torch.optim.SGD(list(parameters), lr=LR), collective=collective, **settings)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from swarmkit.optim.shards import Wire, Wired
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoundKey:
@@ -33,6 +35,7 @@ class RoundStats:
     seconds: float  # from the call to the close of the round
     id: str = ""  # of the closed round, equal on all members and different for every round
     waited: float = 0.0  # seconds of these spent until the slowest member had arrived
+    route: str = ""  # how a codec's payloads travelled: "gather", "sharded" or, cheaper than both, "fp16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class Reduced(RoundStats):
     """The weighted mean over the members of a closed round."""
 
     tensors: list[Tensor]  # shapes and dtypes of the input, owned by the caller, bitwise equal on all members
+    wired: Wired | None = None  # of a reduction through a wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +70,16 @@ class Collective(Protocol):
 
     peer_id: str
 
-    def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
+    def all_reduce(
+        self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float, wire: Wire | None = None
+    ) -> Future[Reduced]:
         """Average floating-point tensors over the members: sum(weight * tensor) / sum(weight).
 
         The mean is accumulated in float32 (float64 for float64) in member order and returned in the input's dtype.
         A weight of 0 takes part without influence (a joiner, an observer). All weights 0 fails the round.
+
+        With a `wire` the first tensor, flat and float32, travels encoded, in both directions (see Shards): members
+        get the same bits, but not those of the exact mean. What cannot be decoded speaks against who sent it.
 
         Raises ValueError at once for tensors that are not floating point, are not finite, or for a weight that is
         negative or not finite, naming the culprit's position.

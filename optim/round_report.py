@@ -19,6 +19,7 @@ class RoundReport:
     bytes_received: int = 0
     seconds: float = 0.0  # how long the round took
     waited: float = 0.0  # of these, until the slowest member had come
+    route: str = ""  # how a codec's payloads travelled: "gather", "sharded" or "fp16"
     exposed: float = 0.0  # seconds that training stood still for it
     overlap: float = 0.0  # share of the round hidden behind computation
     pseudo_gradient_norm: float = 0.0  # L2 norm of the averaged update
@@ -36,5 +37,6 @@ class RoundReport:
             bytes_received=stats.bytes_received,
             seconds=stats.seconds,
             waited=stats.waited,
+            route=stats.route,
             **more,
         )

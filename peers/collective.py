@@ -11,16 +11,18 @@ from torch import Tensor
 
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.shards import Wire
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.exchange import Agreement, Blame, Gathering, Reduction
 from swarmkit.peers.layout import Schema
 from swarmkit.peers.loop import NetworkThread
-from swarmkit.peers.reduction import check_payload, check_reducible
+from swarmkit.peers.reduction import check_payload, check_wired
 from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.session import Decision
 from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.sharding import ShardedReduction
 from swarmkit.peers.transport import Bulk, Traffic
 from swarmkit.peers.wire import MAX_WEIGHT, Message, field, is_weight
 
@@ -32,7 +34,8 @@ MIN_ROUND_S = 0.5
 RETRY_S = 0.1  # after a call whose stream broke
 REMEMBERED_ATTEMPTS = 256
 T = TypeVar("T")
-Result = list[Any]  # tensors of a reduction, or lists of tensors of a gathering
+Exchange = Reduction | ShardedReduction | Gathering
+Result = Any  # of an exchange's `run`
 
 
 class _Stats(TypedDict):
@@ -72,7 +75,7 @@ class SwarmCollective:
         self._coordinator = coordinator
         self._settings = settings
         self._timeout = settings.round_timeout_s if round_timeout is None else round_timeout
-        self._attempts: dict[str, asyncio.Future[Reduction | Gathering]] = {}
+        self._attempts: dict[str, asyncio.Future[Exchange]] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}  # attempt -> the exchange, for `abort`
         self._aborted: deque[str] = deque(maxlen=REMEMBERED_ATTEMPTS)  # an abort may overtake what it aborts
         self._rounds: set[asyncio.Task[Any]] = set()
@@ -83,10 +86,12 @@ class SwarmCollective:
 
     # -- the Collective protocol ---------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
+    def all_reduce(
+        self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float, wire: Wire | None = None
+    ) -> Future[Reduced]:
         """See Collective.all_reduce."""
-        check_reducible(tensors, weight)
-        return self._thread.submit(self._track(self._all_reduce(list(tensors), round, float(weight))))
+        check_wired(tensors, weight, wire)
+        return self._thread.submit(self._track(self._all_reduce(list(tensors), round, float(weight), wire)))
 
     def all_gather(self, payload: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Gathered]:
         """See Collective.all_gather."""
@@ -113,10 +118,11 @@ class SwarmCollective:
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
-    async def _all_reduce(self, tensors: list[Tensor], key: RoundKey, weight: float) -> Reduced:
-        member = _Member(self, "reduce", tensors, key, weight)
+    async def _all_reduce(self, tensors: list[Tensor], key: RoundKey, weight: float, wire: Wire | None) -> Reduced:
+        member = _Member(self, "reduce", tensors, key, weight, wire)
         result, decision = await member.take_part()
-        return Reduced(tensors=result, **member.stats(decision))
+        means, wired = (result, None) if wire is None else result
+        return Reduced(tensors=means, wired=wired, **member.stats(decision))
 
     async def _all_gather(self, payload: list[Tensor], key: RoundKey, weight: float) -> Gathered:
         member = _Member(self, "gather", payload, key, weight)
@@ -129,7 +135,7 @@ class SwarmCollective:
         async for chunk in exchange.serve(sender, incoming):
             yield chunk
 
-    def _slot(self, attempt: str) -> "asyncio.Future[Reduction | Gathering]":
+    def _slot(self, attempt: str) -> "asyncio.Future[Exchange]":
         """Where an attempt's exchange will be: streams of faster members come before we have begun."""
         if attempt not in self._attempts:
             while len(self._attempts) >= 64:
@@ -150,13 +156,20 @@ class _Member:
     """This peer's part in one round."""
 
     def __init__(
-        self, owner: SwarmCollective, operation: Operation, tensors: list[Tensor], key: RoundKey, weight: float
+        self,
+        owner: SwarmCollective,
+        operation: Operation,
+        tensors: list[Tensor],
+        key: RoundKey,
+        weight: float,
+        wire: Wire | None = None,
     ) -> None:
         self._c = owner
         self._operation = operation
         self._tensors = tensors
         self._key = key
         self._weight = weight
+        self._wire = wire
         self._started = time.monotonic()
         self._ends = self._started + owner._timeout  # of the round, whoever coordinates it
         self._deadline = self._ends + GRACE_S
@@ -165,7 +178,7 @@ class _Member:
         self._begun = self._started
         self._traffic = Traffic()
         self._attempt = ""  # the attempt whose complete result we hold
-        self._result: Result = []
+        self._result: Result = None
 
     def stats(self, decision: Decision) -> _Stats:
         """What a result tells about its round."""
@@ -208,6 +221,7 @@ class _Member:
             "operation": self._operation,
             "weight": self._weight,
             "schema": Schema.of(self._tensors).to_message(),
+            "form": "" if self._wire is None else self._wire.form,
             "lineage": self._key.lineage,
             "joined_at": self._c._roster.mine.joined_at,
         }
@@ -297,8 +311,7 @@ class _Member:
         return answer
 
     async def _exchange(self, agreement: Agreement) -> Result:
-        kind: type[Reduction] | type[Gathering] = Reduction if self._operation == "reduce" else Gathering
-        exchange = kind(agreement, self._c.peer_id, self._tensors, self._traffic, self._c._settings.chunk_bytes)
+        exchange = self._make_exchange(agreement)
         self._begun_attempts.append(agreement.attempt)
         if agreement.attempt in self._c._aborted:
             raise Blame(None, "the coordinator aborted the attempt")
@@ -312,11 +325,19 @@ class _Member:
                 raise Blame(None, "the exchange outlasted the round, or its coordinator")
             if task.cancelled():
                 raise Blame(None, "the coordinator aborted the attempt")
-            result: Result = task.result()
-            return result
+            return task.result()
         finally:
             task.cancel()
             self._c._running.pop(agreement.attempt, None)
+
+    def _make_exchange(self, agreement: Agreement) -> Exchange:
+        rest = agreement, self._c.peer_id, self._tensors
+        traffic, chunk_bytes = self._traffic, self._c._settings.chunk_bytes
+        if self._operation == "gather":
+            return Gathering(*rest, traffic, chunk_bytes)
+        if self._wire is None:
+            return Reduction(*rest, traffic, chunk_bytes)
+        return ShardedReduction(*rest, self._wire, traffic, chunk_bytes)
 
     def _read_agreement(self, begin: Message) -> Agreement:
         members = field(begin, "members", list)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.shards import Wire
 from swarmkit.peers.errors import PeerUnreachable
 from swarmkit.peers.layout import Schema
 from swarmkit.peers.mesh import Mesh
-from swarmkit.peers.reduction import check_payload, check_reducible
+from swarmkit.peers.reduction import check_payload, check_wired
 from swarmkit.peers.torch_rounds import GatherRound, ReduceRound
+from swarmkit.peers.torch_shards import ShardedRound
 from swarmkit.peers.wire import decode, encode, field
 
 # What a member says before any data moves: digest and length of its offer (see _Offer), weight, and if it is cancelled.
@@ -47,6 +49,7 @@ class _Offer:
                 "index": self.key.index,
                 "lineage": self.key.lineage,
                 "schema": self.schema.to_message(),
+                "form": self.schema.form,
             }
         )
 
@@ -74,7 +77,8 @@ class TorchCollective:
 
     An all-reduce is a direct reduce-scatter (each member averages one slice, in member order) and all-gather in the
     tensors' own dtypes: each of n members sends 2 (n-1)/n of the tensors' bytes, as much as in a ring; a member of
-    weight 0 half of that. A gather sends n-1 times the own payload. `bytes_sent` counts hellos (29 bytes for each other
+    weight 0 half of that. A gather sends n-1 times the own payload; a reduction through a wire twice that of a slice,
+    and tells the sizes before. `bytes_sent` counts hellos (29 bytes for each other
     member) and votes too, but not TCP's framing.
     """
 
@@ -87,18 +91,21 @@ class TorchCollective:
         self._members = tuple(f"rank{rank}" for rank in range(self._mesh.size))
         self._others = [rank for rank in range(self._mesh.size) if rank != self._mesh.rank]
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[ReduceRound | GatherRound | None] = queue.SimpleQueue()
-        self._open: set[ReduceRound | GatherRound] = set()
+        self._queue: queue.SimpleQueue[ReduceRound | ShardedRound | GatherRound | None] = queue.SimpleQueue()
+        self._open: set[ReduceRound | ShardedRound | GatherRound] = set()
         self._ended: str | None = None  # why no further round is possible
         self._closed = threading.Event()
         self._worker = threading.Thread(target=self._run, name=f"swarmkit-{self.peer_id}", daemon=True)
         self._worker.start()
         self._mesh.watch(self._on_loss)
 
-    def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
+    def all_reduce(
+        self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float, wire: Wire | None = None
+    ) -> Future[Reduced]:
         """See Collective.all_reduce."""
-        check_reducible(tensors, weight)
-        one = ReduceRound(tensors, round, float(weight), self._timeout)
+        check_wired(tensors, weight, wire)
+        rest = tensors, round, float(weight), self._timeout
+        one = ReduceRound(*rest) if wire is None else ShardedRound(*rest, wire)
         self._submit(one)
         return one.future
 
@@ -118,7 +125,7 @@ class TorchCollective:
         self._worker.join(timeout=_LAST_WORDS_S)
         self._mesh.close()
 
-    def _submit(self, one: ReduceRound | GatherRound) -> None:
+    def _submit(self, one: ReduceRound | ShardedRound | GatherRound) -> None:
         with self._lock:
             reason = self._ended
             if reason is None:
@@ -162,7 +169,7 @@ class TorchCollective:
         self._mesh.interrupt()
         self._mesh.close()
 
-    def _take_part(self, one: ReduceRound | GatherRound) -> None:
+    def _take_part(self, one: ReduceRound | ShardedRound | GatherRound) -> None:
         one.wait_ready()
         weights, schemas = self._meet(one)
         one.begun = time.monotonic()
@@ -172,10 +179,10 @@ class TorchCollective:
             if verdict[0] == _CANCELLED:
                 raise RoundFailed(f"rank{rank} cancelled it")
             if verdict[0] == _BROKEN:
-                raise RoundFailed(wrong or f"rank{rank} got a mean that overflows")
+                raise RoundFailed(wrong or f"rank{rank} got a mean that overflows, or none that can be read")
         one.finish(self._members, weights)
 
-    def _meet(self, one: ReduceRound | GatherRound) -> tuple[tuple[float, ...], list[Schema]]:
+    def _meet(self, one: ReduceRound | ShardedRound | GatherRound) -> tuple[tuple[float, ...], list[Schema]]:
         """Wait for all members to come to this round; raises RoundFailed when they are not of one mind."""
         mine = _Offer(one.operation, one.key, one.schema)
         data = mine.encode()
@@ -202,7 +209,7 @@ class TorchCollective:
                 raise RoundFailed("every weight is 0: nobody contributed")
         return weights, [offer.schema for offer in offers]
 
-    def _tell(self, one: ReduceRound | GatherRound, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+    def _tell(self, one: ReduceRound | ShardedRound | GatherRound, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         """Give bytes to every member and get theirs, by rank."""
         device = self._mesh.device
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
@@ -213,7 +220,7 @@ class TorchCollective:
         ]
 
 
-def _all_there(one: ReduceRound | GatherRound, offers: Sequence[_Offer]) -> bool:
+def _all_there(one: ReduceRound | ShardedRound | GatherRound, offers: Sequence[_Offer]) -> bool:
     """Tell if all members are at this round; raises RoundFailed when it can't be any more."""
     for rank, offer in enumerate(offers):
         if (offer.operation, offer.key.name) != (offers[0].operation, offers[0].key.name):
@@ -227,7 +234,7 @@ def _all_there(one: ReduceRound | GatherRound, offers: Sequence[_Offer]) -> bool
 def _check_equal(schemas: Sequence[Schema]) -> None:
     first = schemas[0].entries
     for rank, schema in enumerate(schemas):
-        if len(schema.entries) != len(first):
+        if len(schema.entries) != len(first) or schema.form != schemas[0].form:
             raise RoundFailed(f"rank0 offers {schemas[0]}, rank{rank} {schema}")
         for position, (left, right) in enumerate(zip(first, schema.entries, strict=True)):
             if left != right:

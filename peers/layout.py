@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmkit.optim.shards import Wire
 from swarmkit.peers.errors import ProtocolError
 from swarmkit.peers.wire import Message, field
 
@@ -28,6 +29,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 MAX_TENSORS = 100_000
 MAX_DIMS = 16
+MAX_FORM = 64  # characters
 Chunk = tuple[torch.dtype, int, int]  # dtype, first and last-plus-one element of its flat buffer
 
 
@@ -36,11 +38,13 @@ class Schema:
     """Dtypes and shapes of a payload."""
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
+    form: str = ""  # of the wire that the first tensor travels through; empty: as it is
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "Schema":
+    def of(cls, tensors: Sequence[Tensor], wire: Wire | None = None) -> "Schema":
         """Describe tensors."""
-        return cls(tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors))
+        entries = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+        return cls(entries, "" if wire is None else wire.form)
 
     @classmethod
     def from_message(cls, message: Message, *, max_bytes: int) -> "Schema":
@@ -58,7 +62,8 @@ class Schema:
             ):
                 raise ProtocolError(f"schema entry {str(entry)[:80]} is not a tensor")
             entries.append((dtype, tuple(shape)))
-        schema = cls(tuple(entries))
+        form = field(message, "form", str, lambda text: len(text) <= MAX_FORM) if "form" in message else ""
+        schema = cls(tuple(entries), form)
         if schema.num_bytes > max_bytes:
             raise ProtocolError(f"payload of {schema.num_bytes} bytes: the limit is {max_bytes}")
         return schema
@@ -74,7 +79,8 @@ class Schema:
 
     def __str__(self) -> str:
         shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.entries[:4])
-        return f"{len(self.entries)} tensors ({shown}{', ...' if len(self.entries) > 4 else ''})"
+        how = f" through {self.form}" if self.form else ""
+        return f"{len(self.entries)} tensors ({shown}{', ...' if len(self.entries) > 4 else ''}){how}"
 
 
 class Layout:

@@ -13,11 +13,12 @@ from swarmkit.optim.collective import Gathered, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.mean import weighted_mean
 from swarmkit.optim.norms import is_finite
+from swarmkit.optim.shards import Shards, Wire
 from swarmkit.peers.layout import Schema
-from swarmkit.peers.reduction import check_payload, check_reducible, major_lineage
+from swarmkit.peers.reduction import check_payload, check_wired, major_lineage
 
 T = TypeVar("T")
-Operation = Literal["reduce", "gather"]
+Operation = Literal["reduce", "gather", "shard"]
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class _Arrival:
     future: Future[Any]
     started: float
     lineage: str
+    wire: Wire | None
 
 
 @dataclass(slots=True)
@@ -100,7 +102,13 @@ class LocalSwarm:
             return collective
 
     def offer(
-        self, peer_id: str, operation: Operation, tensors: list[Tensor], key: RoundKey, weight: float
+        self,
+        peer_id: str,
+        operation: Operation,
+        tensors: list[Tensor],
+        key: RoundKey,
+        weight: float,
+        wire: Wire | None = None,
     ) -> Future[Any]:
         """Bring a member's contribution to a round."""
         future: Future[Any] = Future()
@@ -121,7 +129,7 @@ class LocalSwarm:
             round = self._rounds[key]
             if peer_id in round.arrivals or operation != round.operation:
                 raise ValueError(f"round {key}: a key is used once, for one operation")
-            round.arrivals[peer_id] = _Arrival(tensors, weight, future, now, key.lineage)
+            round.arrivals[peer_id] = _Arrival(tensors, weight, future, now, key.lineage, wire)
             round.last_arrival = now
             future.add_done_callback(lambda done: self._withdraw(key, peer_id) if done.cancelled() else None)
             if self._is_complete(key):
@@ -163,13 +171,13 @@ def _settle(round: _Round) -> None:
     for arrival in round.diverged:
         reason = f"round {round.key}: this member does not start from what the others start from"
         arrival.future.set_exception(RoundFailed(reason, missed=True))
-    arrivals = list(round.arrivals.values())
     try:
-        results = _reduce(arrivals) if round.operation == "reduce" else _gather(arrivals)
-    except ValueError as error:
-        for arrival in arrivals:
+        results = _OPERATIONS[round.operation](round)
+    except (ValueError, OverflowError) as error:
+        for arrival in round.arrivals.values():
             arrival.future.set_exception(RoundFailed(f"round {round.key}: {error}"))
         return
+    arrivals = list(round.arrivals.values())
     for arrival, result, sent, received in results:
         stats: dict[str, Any] = {
             "id": str(round.key),
@@ -181,35 +189,105 @@ def _settle(round: _Round) -> None:
             "waited": round.last_arrival - arrival.started,
         }
         arrival.future.set_result(
-            Reduced(tensors=result, **stats) if round.operation == "reduce" else Gathered(payloads=result, **stats)
+            Gathered(payloads=result["payloads"], **stats)
+            if round.operation == "gather"
+            else Reduced(tensors=result["tensors"], wired=result.get("wired"), **stats)
         )
 
 
-_Result = tuple[_Arrival, Any, int, int]
+_Result = tuple[_Arrival, dict[str, Any], int, int]
 
 
-def _reduce(arrivals: list[_Arrival]) -> list[_Result]:
-    schemas = [Schema.of(arrival.tensors) for arrival in arrivals]
+def _check_alike(arrivals: list[_Arrival]) -> tuple[list[float], list[Schema]]:
+    """Weights and schemas; raises ValueError when there is no mean of these."""
+    schemas = [Schema.of(arrival.tensors, arrival.wire) for arrival in arrivals]
     for schema in schemas[1:]:
         if schema != schemas[0]:
             raise ValueError(f"tensors differ between members: {schemas[0]} and {schema}")
     weights = [arrival.weight for arrival in arrivals]
     if arrivals and sum(weights) <= 0:
         raise ValueError("every weight is 0: nobody contributed")
+    return weights, schemas
+
+
+def _reduce(round: _Round) -> list[_Result]:
+    arrivals = list(round.arrivals.values())
+    weights, schemas = _check_alike(arrivals)
     means = [weighted_mean(parts, weights) for parts in zip(*(a.tensors for a in arrivals), strict=True)]
     if not all(is_finite(mean) for mean in means):
         raise ValueError("the mean overflows its dtype")
     count = len(arrivals)
     moved = [2 * (count - 1) * schema.num_bytes // count for schema in schemas]
-    return [(a, [mean.clone() for mean in means], sent, sent) for a, sent in zip(arrivals, moved, strict=True)]
+    return [
+        (a, {"tensors": [mean.clone() for mean in means]}, sent, sent) for a, sent in zip(arrivals, moved, strict=True)
+    ]
 
 
-def _gather(arrivals: list[_Arrival]) -> list[_Result]:
+def _gather(round: _Round) -> list[_Result]:
+    arrivals = list(round.arrivals.values())
     sizes = [Schema.of(arrival.tensors).num_bytes for arrival in arrivals]
     return [
-        (a, [[t.detach().clone() for t in b.tensors] for b in arrivals], (len(sizes) - 1) * size, sum(sizes) - size)
+        (
+            a,
+            {"payloads": [[t.detach().clone() for t in b.tensors] for b in arrivals]},
+            (len(sizes) - 1) * size,
+            sum(sizes) - size,
+        )
         for a, size in zip(arrivals, sizes, strict=True)
     ]
+
+
+class _Garbled(Exception):
+    """A member's message is none."""
+
+    def __init__(self, member: int, reason: str) -> None:
+        super().__init__(reason)
+        self.member = member
+
+
+def _shard(round: _Round) -> list[_Result]:
+    """Reduce through wires; who sends what is no message loses the round, and the others begin anew."""
+    while True:
+        arrivals = list(round.arrivals.values())
+        try:
+            return _shard_once(arrivals)
+        except _Garbled as error:
+            culprit = list(round.arrivals)[error.member]
+            arrival = round.arrivals.pop(culprit)
+            reason = f"round {round.key}: {culprit} sent {error}"
+            arrival.future.set_exception(RoundFailed(reason, missed=True))
+
+
+def _shard_once(arrivals: list[_Arrival]) -> list[_Result]:
+    weights, _ = _check_alike(arrivals)
+    shards = [Shards(a.wire, a.tensors, weights, i) for i, a in enumerate(arrivals) if a.wire is not None]
+    sent, received = [0] * len(shards), [0] * len(shards)
+
+    def move(source: int, target: int, message: Tensor, take: Callable[[int, Tensor], None]) -> None:
+        try:
+            take(source, message)
+        except ValueError as error:
+            raise _Garbled(source, str(error)) from error
+        if source != target:
+            sent[source] += message.numel()
+            received[target] += message.numel()
+
+    for owner, own in enumerate(shards):
+        for sender in own.contributors:
+            move(sender, owner, shards[sender].outgoing(owner), own.accept)
+        mean = own.mean()
+        for member, shard in enumerate(shards):
+            if member != owner:
+                move(owner, member, mean, shard.adopt)
+    results = [dict(zip(("tensors", "wired"), shard.result(), strict=True)) for shard in shards]
+    return list(zip(arrivals, results, sent, received, strict=True))
+
+
+_OPERATIONS: dict[Operation, Callable[[_Round], list[_Result]]] = {
+    "reduce": _reduce,
+    "gather": _gather,
+    "shard": _shard,
+}
 
 
 class LocalCollective:
@@ -219,10 +297,13 @@ class LocalCollective:
         self.peer_id = peer_id
         self._swarm = swarm
 
-    def all_reduce(self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Reduced]:
+    def all_reduce(
+        self, tensors: Sequence[Tensor], *, round: RoundKey, weight: float, wire: Wire | None = None
+    ) -> Future[Reduced]:
         """See Collective.all_reduce."""
-        check_reducible(tensors, weight)
-        return self._swarm.offer(self.peer_id, "reduce", list(tensors), round, float(weight))
+        check_wired(tensors, weight, wire)
+        operation: Operation = "reduce" if wire is None else "shard"
+        return self._swarm.offer(self.peer_id, operation, list(tensors), round, float(weight), wire)
 
     def all_gather(self, payload: Sequence[Tensor], *, round: RoundKey, weight: float) -> Future[Gathered]:
         """See Collective.all_gather."""

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.norms import is_finite
+from swarmkit.optim.shards import Wire
+from swarmkit.peers.layout import MAX_FORM
 from swarmkit.peers.wire import MAX_WEIGHT, is_weight
 
 REDUCIBLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -35,6 +37,18 @@ def check_reducible(tensors: Sequence[Tensor], weight: float) -> None:
     for position, tensor in enumerate(tensors):
         if not is_finite(tensor):
             raise ValueError(f"tensor {position} holds values that are not finite")
+
+
+def check_wired(tensors: Sequence[Tensor], weight: float, wire: Wire | None) -> None:
+    """Raise ValueError for what an all-reduce cannot average, through a wire or without, naming its position."""
+    if wire is not None:
+        if not tensors or tensors[0].dtype is not torch.float32 or tensors[0].dim() != 1:
+            raise ValueError("tensor 0 travels through a wire: it must be flat and of float32")
+        if not 0 < len(wire.form) <= MAX_FORM:
+            raise ValueError(f"the form of a wire is of 1 to {MAX_FORM} characters, not {wire.form!r}")
+        if wire.cut(1)[-1] != tensors[0].numel():
+            raise ValueError(f"tensor 0 has {tensors[0].numel()} numbers, its wire is of {wire.cut(1)[-1]}")
+    check_reducible(tensors, weight)
 
 
 def major_lineage(lineages: Iterable[str]) -> str:

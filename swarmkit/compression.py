@@ -49,6 +49,23 @@ class CodecConfig(CompressionConfig):
         at_least("compression", self, 0, "min_size")
 
 
+class RouteName(Enum):
+    """How payloads that cannot be summed travel."""
+
+    auto = "auto"
+    gather = "gather"
+    sharded = "sharded"
+    fp16 = "fp16"
+
+
+@dataclass(kw_only=True, slots=True)
+class GatherCodecConfig(CodecConfig):
+    """What codecs have in common whose payloads cannot be summed."""
+
+    # to every member, by slices through their owners, or without the codec in float16; auto: by the members' number
+    route: RouteName = RouteName.auto
+
+
 @dataclass(kw_only=True, slots=True)
 class FP16Config(CodecConfig):
     """Half precision."""
@@ -64,7 +81,7 @@ class BF16Config(CodecConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class Int8Config(CodecConfig):
+class Int8Config(GatherCodecConfig):
     """8 bits a value, and a scale for each block."""
 
     name: str = "int8"
@@ -83,7 +100,7 @@ class Int4Config(Int8Config):
 
 
 @dataclass(kw_only=True, slots=True)
-class FP4Config(CodecConfig):
+class FP4Config(GatherCodecConfig):
     """E3M0: sign and exponent in 4 bits, as Streaming DiLoCo sends (arXiv 2501.18512)."""
 
     name: str = "fp4"
@@ -103,7 +120,7 @@ class Norm(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class QSGDConfig(CodecConfig):
+class QSGDConfig(GatherCodecConfig):
     """Stochastic, unbiased rounding to a few bits (arXiv 1610.02132)."""
 
     name: str = "qsgd"
@@ -120,7 +137,7 @@ class QSGDConfig(CodecConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class TernaryConfig(CodecConfig):
+class TernaryConfig(GatherCodecConfig):
     """TernGrad: -1, 0 or 1 times a tensor's scale (arXiv 1705.07878)."""
 
     name: str = "ternary"
@@ -140,7 +157,7 @@ class Precision(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class TopKConfig(CodecConfig):
+class TopKConfig(GatherCodecConfig):
     """The largest values and where they are."""
 
     name: str = "topk"
@@ -197,7 +214,7 @@ CODEC_CONFIGS: dict[str, type[CompressionConfig]] = {
     "randomk": RandomKConfig,
     "powersgd": PowerSGDConfig,
 }
-_NOT_THE_CODECS = ("name", "error_feedback", "lgreco")
+_NOT_THE_CODECS = ("name", "error_feedback", "lgreco", "route")
 
 
 def _check_block(key: str, value: int) -> None:
@@ -216,7 +233,7 @@ def build_averaging(
     """What averages through the codec that a configuration names, one for each fragment; None for no codec."""
     if not isinstance(config, CodecConfig):
         return None
-    from swarmkit.optim.compression import CompressedAveraging, LGreco, make_codec
+    from swarmkit.optim.compression import CompressedAveraging, LGreco, Route, make_codec
 
     settings: dict[str, Any] = {
         entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in _NOT_THE_CODECS
@@ -225,7 +242,14 @@ def build_averaging(
     codec = make_codec(config.name, **plain)
     feedback = codec.contractive if config.error_feedback is None else config.error_feedback
     # A seed of its own for each fragment: equal draws would not be independent.
-    averaging = CompressedAveraging(codec, collective, error_feedback=feedback, generator=seed + 1_000_003 * fragment)
+    name = config.route if isinstance(config, GatherCodecConfig) else RouteName.auto
+    averaging = CompressedAveraging(
+        codec,
+        collective,
+        error_feedback=feedback,
+        generator=seed + 1_000_003 * fragment,
+        route=None if name is RouteName.auto else Route[name.name],
+    )
     lgreco: LGrecoConfig | None = getattr(config, "lgreco", None)
     if lgreco is None or not lgreco.period:
         return averaging

@@ -11,6 +11,8 @@ from swarmkit.optim.compression.powersgd import PowerSGD
 from swarmkit.optim.compression.qsgd import QSGD
 from swarmkit.optim.compression.random_k import RandomK
 from swarmkit.optim.compression.registry import CODECS, make_codec
+from swarmkit.optim.compression.route import Route
+from swarmkit.optim.compression.slices import CodecWire
 from swarmkit.optim.compression.sparse import TopK
 from swarmkit.optim.compression.ternary import TernGrad
 
@@ -19,6 +21,7 @@ __all__ = [
     "Blockwise",
     "Casting",
     "Codec",
+    "CodecWire",
     "CompressedAveraging",
     "E3M0",
     "GatherCodec",
@@ -28,6 +31,7 @@ __all__ = [
     "PowerSGD",
     "QSGD",
     "RandomK",
+    "Route",
     "TernGrad",
     "TopK",
     "decode",

@@ -61,6 +61,17 @@ class Layout:
         runs = [(end - start) // self.align for start, end in zip(self.offsets, self.offsets[1:], strict=False)]
         return torch.arange(len(runs)).repeat_interleave(torch.tensor(runs, dtype=torch.int64)).to(self.device)
 
+    def part(self, start: int, stop: int) -> tuple["Layout", list[int]]:
+        """The layout of a slice that is cut at multiples of `align`, and the tensors that its own are pieces of."""
+        found = [
+            (i, min(stop, offset + size) - max(start, offset))
+            for i, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=False))
+            if offset < stop and offset + size > start
+        ]
+        shapes = tuple((size,) for _, size in found)
+        pieces = [i for i, _ in found]
+        return Layout(shapes, tuple(self.dtypes[i] for i in pieces), self.device, self.align), pieces
+
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """A new flat float32 copy of tensors of this layout."""
         flat = torch.empty(self.total, device=self.device)

@@ -1,6 +1,5 @@
 """CompressedAveraging: averages tensors through a codec, with error feedback (arXiv 1901.09847) where wanted."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -9,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmkit.optim.averaging import Pending, check_nothing_shared
+from swarmkit.optim.averaging import Pending
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
 from swarmkit.optim.compression.casting import Casting
 from swarmkit.optim.compression.codec import Codec, GatherCodec, LinearCodec, Parameters, compresses
 from swarmkit.optim.compression.plan import Plan
-from swarmkit.optim.compression.rounds import GatherRound, LinearRound, Outcome, Round
+from swarmkit.optim.compression.rounds import GatherRound, LinearRound, Outcome, Round, ShardedRound
+from swarmkit.optim.compression.route import Route, choose
+from swarmkit.optim.compression.seeds import digest, number
+from swarmkit.optim.compression.slices import CodecWire
 from swarmkit.optim.errors import RoundFailed
 
+_MAX_MEMBERS = 1_000_000
 _STATE = ("codec", "seed", "members", "parameters", "residual", "state", "state_id")
 
 
@@ -26,13 +29,18 @@ class CompressedAveraging:
     Linear codecs ride all-reduces. The others ride an all-gather: each member decodes all payloads and takes the
     weighted mean, in float32 and in member order. A payload that isn't one is dropped by all alike and its member is
     not in the result. Where the gather would send more than averaging everything in float16 does, which is when
-    members * payload exceeds twice the float16 bytes, the round is that instead; the count is the last round's.
+    members * payload exceeds twice the float16 bytes, payloads travel by slices (see Shards): each is averaged by its
+    owner and encoded once more. The count is that of the last closed round, which joiners hear of with the shared
+    state; a member that assumes another one brings another form and is not averaged with the others. `route` settles
+    it for good. What was chosen is told in the result.
 
     Tensors that the codec is not for, as they are small or get no smaller, and `exact` ones travel as they are in the
     same round.
 
     With `error_feedback` what a codec leaves out is added to the next contribution. Residuals change only in `result`,
-    by what a closed round contained. A weight of 0 leaves them alone.
+    by what a closed round contained. A weight of 0 leaves them alone. What an owner leaves out of a slice's mean goes
+    into its own residual, times the members' weights over its own: so the next mean has it, and nothing is owed by who
+    owns another slice then. An owner of weight 0 has nowhere to put it.
 
     A member that missed a round of a codec with shared state (PowerSGD's bases) only observes the next one, with
     weight 0, and has it then. Draws depend on the seed, the peer and the round's key alone.
@@ -45,8 +53,12 @@ class CompressedAveraging:
         *,
         error_feedback: bool = False,
         generator: torch.Generator | int = 0,
+        route: Route | None = None,
     ) -> None:
-        """`generator`, or a seed, is where random codecs' draws come from; members may share it."""
+        """`generator`, or a seed, is where random codecs' draws come from; members may share it.
+
+        `route` is of a gather codec, the same on all members; without one it follows their number.
+        """
         if not isinstance(codec, GatherCodec | LinearCodec):
             raise ValueError(f"{type(codec).__name__} is neither a gather codec nor a linear one")
         if error_feedback and codec.name == "randomk" and codec.unbiased:
@@ -54,13 +66,16 @@ class CompressedAveraging:
                 "randomk with error_feedback: scaled up for unbiasedness, its error exceeds the signal and grows "
                 "without end when fed back; use unbiased=False, or no error feedback"
             )
+        if route is not None and not isinstance(codec, GatherCodec):
+            raise ValueError(f"route={route.name}: payloads of {codec.name} can be summed, they ride all-reduces")
         self.codec = codec
+        self._route = route
         self.error_feedback = error_feedback
         self._collective = collective
         seed = generator
         if isinstance(generator, torch.Generator):
             seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-        self._seed = _number(f"{seed}|{collective.peer_id}")
+        self._seed = number(f"{seed}|{collective.peer_id}")
         self._dense = Casting("fp16")
         self._plan: Plan | None = None
         self._parameters: tuple[float, ...] | None = None
@@ -70,7 +85,7 @@ class CompressedAveraging:
         self._state_id = ""  # of the round that it comes from
         self._stale = False  # others hold a newer one
         self._members: int | None = None  # of the last closed round; None: nobody has told this member yet
-        self._try_dense = False  # what to assume then
+        self._guess = 0  # which route to try first then
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -119,31 +134,43 @@ class CompressedAveraging:
             return self._reduce(self._dense, plan, flat, exact, key, weight)
         if isinstance(codec, LinearCodec):
             return self._reduce(codec, plan, flat, exact, key, weight)
-        dense = self._is_dense(plan)
-        try:
-            return (self._reduce_dense if dense else self._gather)(plan, flat, exact, key, weight)
-        except ValueError:
-            # The others may be at the other operation.
-            if self._members is not None:
-                raise
-            return (self._gather if dense else self._reduce_dense)(plan, flat, exact, key, weight)
+        *others, last = self._routes(plan)
+        for route in others:
+            try:
+                return self._travel(route, plan, flat, exact, key, weight)
+            except ValueError:
+                continue  # the others are on another route
+        return self._travel(last, plan, flat, exact, key, weight)
 
-    def _is_dense(self, plan: Plan) -> bool:
-        if self._members is None:
-            return self._try_dense
-        return self._members * plan.payload_bytes(self.codec) > 2 * 2 * plan.elements
+    def _routes(self, plan: Plan) -> list[Route]:
+        """The route of the next round, or those to try in turn."""
+        if self._route is not None:
+            return [self._route]
+        if self._members is not None:
+            return [choose(self._members, plan.payload_bytes(self.codec), plan.elements)]
+        routes = list(Route)
+        return routes[self._guess :] + routes[: self._guess]
 
-    def _reduce_dense(self, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float) -> Round:
-        return self._reduce(self._dense, plan, flat, exact, key, weight)
+    def _travel(
+        self, route: Route, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float
+    ) -> Round:
+        if route is Route.fp16:
+            found: Round = self._reduce(self._dense, plan, flat, exact, key, weight)
+        elif route is Route.sharded:
+            found = self._shard(plan, flat, exact, key, weight)
+        else:
+            found = self._gather(plan, flat, exact, key, weight)
+        found.route = route.name
+        return found
 
     def _reduce(
         self, codec: LinearCodec, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float
     ) -> Round:
         if len(codec.stages) > 1:
             # Sums over different bases mean nothing. One who only observes has to fit all: it has no basis yet.
-            lineage = _hex(f"{key.lineage}|{self._state_id}") if key.lineage or self._state_id else ""
+            lineage = digest(f"{key.lineage}|{self._state_id}") if key.lineage or self._state_id else ""
             key = RoundKey(key.name, key.index, lineage if weight > 0 else "")
-        shared = torch.Generator().manual_seed(_number(f"shared|{key}"))
+        shared = torch.Generator().manual_seed(number(f"shared|{key}"))
         exchange = codec.exchange(
             flat, plan.layout, shared, self._parameters if codec is self.codec else None, self._state
         )
@@ -162,13 +189,20 @@ class CompressedAveraging:
         assert isinstance(codec, GatherCodec)
         payload = [flat.new_empty(0)]
         if weight > 0:
-            own = torch.Generator(device=flat.device).manual_seed(_number(f"{self._seed}|{key}"))
+            own = torch.Generator(device=flat.device).manual_seed(number(f"{self._seed}|{key}"))
             payload = [*plan.pack_exact(exact), *codec.encode(flat, plan.layout, own, self._parameters)]
 
         def read(gathered: Gathered) -> Outcome:
             return plan.read(codec, gathered, self._collective.peer_id, keep_own=self.error_feedback)
 
         return GatherRound(self._collective, payload, read, round=key, weight=weight)
+
+    def _shard(self, plan: Plan, flat: Tensor, exact: list[Tensor], key: RoundKey, weight: float) -> Round:
+        assert isinstance(self.codec, GatherCodec)
+        wire = CodecWire(self.codec, plan.layout, self._parameters, f"{self._seed}|{key}")
+        return ShardedRound(
+            self._collective, flat, wire, exact, round=key, weight=weight, keep_sent=self.error_feedback
+        )
 
     def _planned(self, tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> Plan:
         if self._plan is None or not self._plan.fits(tensors, exact):
@@ -181,6 +215,10 @@ class CompressedAveraging:
         """Adopt what a closed round says; `flat` is what this member offered."""
         if self.error_feedback and weight > 0:
             self._residual = flat if outcome.sent is None else flat.sub_(outcome.sent)
+            if outcome.wired is not None:
+                start, left = outcome.wired.start, outcome.wired.left
+                total = math.fsum(outcome.stats["weights"])
+                self._residual[start : start + left.numel()].add_(left, alpha=total / weight)
         if outcome.state:
             self._state, self._state_id = outcome.state, outcome.stats["id"]
         self._stale = False
@@ -196,7 +234,7 @@ class CompressedAveraging:
             # Perhaps nobody is left who has a newer one.
             self._state, self._state_id, self._stale = [], "", False
         if self._members is None:
-            self._try_dense = not self._try_dense
+            self._guess = (self._guess + 1) % len(Route)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -218,12 +256,12 @@ class CompressedAveraging:
         }
 
     def shared_state(self) -> dict[str, Any]:
-        """See Averaging."""
-        return {}
+        """See Averaging: how many members the last closed round had."""
+        return {"members": self._members}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """See Averaging."""
-        check_nothing_shared(state)
+        self._members = check_members(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See Averaging. A residual is checked against the tensors in the next `begin` when none has been before."""
@@ -240,7 +278,7 @@ class CompressedAveraging:
         self.parameters = state["parameters"]
         self._seed, self._members = int(state["seed"]), state["members"]
         self._state, self._state_id = [tensor.detach().clone() for tensor in state["state"]], str(state["state_id"])
-        self._stale, self._try_dense = False, False
+        self._stale, self._guess = False, 0
         self._residual, self._loaded = None, residual or None
 
     def _adopt_loaded(self, plan: Plan) -> None:
@@ -273,16 +311,16 @@ class _Pending:
             self._averaging._on_failure(error)
             raise
         self._averaging._commit(self._flat, self._weight, outcome)
-        return Reduced(tensors=self._plan.join(outcome.mean, outcome.exact), **outcome.stats)
+        stats = {**outcome.stats, "route": self._round.route}
+        return Reduced(tensors=self._plan.join(outcome.mean, outcome.exact), **stats)
 
     def cancel(self) -> None:
         self._round.cancel()
 
 
-def _hex(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _number(text: str) -> int:
-    """A seed of 63 bits."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+def check_members(state: Mapping[str, Any]) -> int | None:
+    """The count of members that another one shares, or ValueError when it shares something else."""
+    members = state.get("members")
+    if set(state) - {"members"} or not (members is None or (type(members) is int and 0 < members <= _MAX_MEMBERS)):
+        raise ValueError(f"the averaging shares {str(dict(state))[:80]}, this run's only how many its members are")
+    return members

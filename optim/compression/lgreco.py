@@ -35,7 +35,7 @@ class LGreco:
 
     Who comes late gets the others' parameters with `shared_state`. Without, it has the codec's own until the next
     table. That is harmless where payloads are gathered, since each says what it was made with; payloads that are
-    averaged in place (PowerSGD's) are then of another shape than the others', and not averaged with them.
+    averaged in place (PowerSGD's) or by slices are then of another form than the others', and not averaged with them.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class LGreco:
 
     def shared_state(self) -> dict[str, Any]:
         """What a joiner needs in order to send as the others do: plain numbers, equal on all members between rounds."""
-        return {"parameters": None if self.parameters is None else list(self.parameters)}
+        own = {"parameters": None if self.parameters is None else list(self.parameters)}
+        return {**self.averaging.shared_state(), **own}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Adopt another member's parameters, or raise ValueError and change nothing: they come from a stranger."""
@@ -161,6 +162,7 @@ class LGreco:
             isinstance(found, list) and all(type(p) in (int, float) and p in self.candidates for p in found)
         ):
             raise ValueError(f"L-GreCo's parameters {str(found)[:80]} are not all among {self.candidates}")
+        self.averaging.load_shared_state({name: value for name, value in state.items() if name != "parameters"})
         self.averaging.parameters = found
         self._sum, self.allocation, self.table = None, None, []
 

@@ -1,4 +1,4 @@
-"""Rounds of compressed payloads: one gather, or a chain of dependent reductions that goes on by itself."""
+"""Rounds of compressed payloads: one gather, one sharded reduction, or a chain of reductions that goes on by itself."""
 
 import hashlib
 import threading
@@ -13,6 +13,7 @@ from torch import Tensor
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey, RoundStats
 from swarmkit.optim.compression.codec import Exchanged
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.shards import Wire, Wired
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Outcome:
     exact: list[Tensor]
     sent: Tensor | None  # flat: what of this member is in the mean; None when nothing is
     state: list[Tensor] = field(default_factory=list)
+    wired: Wired | None = None  # of a sharded reduction
 
 
 Read = Callable[[Gathered], Outcome]
@@ -35,6 +37,7 @@ class Round:
 
     def __init__(self) -> None:
         self.outcome: Future[Outcome] = Future()
+        self.route = ""  # see RoundStats
         self._lock = threading.Lock()
         self._current: Future[Any] | None = None
         self._cancelled = False
@@ -82,6 +85,32 @@ class GatherRound(Round):
         super().__init__()
         future = collective.all_gather(payload, round=round, weight=weight)
         self._await(future, lambda gathered: self.outcome.set_result(read(gathered)))
+
+
+class ShardedRound(Round):
+    """One all-reduce through a wire."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        flat: Tensor,
+        wire: Wire,
+        exact: Sequence[Tensor],
+        *,
+        round: RoundKey,
+        weight: float,
+        keep_sent: bool,
+    ) -> None:
+        super().__init__()
+        self._keep_sent = keep_sent and weight > 0
+        future = collective.all_reduce([flat, *exact], round=round, weight=weight, wire=wire)
+        self._await(future, self._take)
+
+    def _take(self, reduced: Reduced) -> None:
+        mean, *exact = reduced.tensors
+        assert reduced.wired is not None
+        sent = reduced.wired.sent() if self._keep_sent else None
+        self.outcome.set_result(Outcome(joined([reduced]), mean, exact, sent, wired=reduced.wired))
 
 
 class LinearRound(Round):

@@ -1,4 +1,4 @@
-"""Encoding plus decoding as a multiple of copying the same tensors, in one process.
+"""Encoding plus decoding as a multiple of copying; bytes and errors of eight members' means by route.
 
 python -m tests.bench.codecs
 """
@@ -12,9 +12,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from swarmkit.optim.compression import CODECS, Codec, GatherCodec, Layout, LinearCodec, make_codec
+from swarmkit.optim.collective import RoundKey
+from swarmkit.optim.compression import (
+    CODECS,
+    Codec,
+    CompressedAveraging,
+    GatherCodec,
+    Layout,
+    LinearCodec,
+    Route,
+    make_codec,
+)
 from swarmkit.optim.compression.codec import compresses
+from swarmkit.peers.local import LocalSwarm
 
+MEMBERS = 8
+MAX_PAYLOADS = 2.2  # that a member sends by slices
 TARGETS = {"fp16": 20, "bf16": 20, "int8": 20, "int4": 20, "topk": 60}
 
 
@@ -57,11 +70,36 @@ def trip(codec: Codec, flat: Tensor, layout: Layout, out: Tensor) -> Callable[[]
     return exchange
 
 
+def routes(name: str, given: list[Tensor]) -> dict[str, float]:
+    """Bytes that a member sends, in payloads, and the relative error of one mean, by either route."""
+    codec = make_codec(name)
+    noise = [torch.Generator().manual_seed(1 + rank) for rank in range(MEMBERS)]
+    offered = [[t + t.std() * torch.randn(t.shape, generator=g) for t in given] for g in noise]
+    mean = torch.cat([torch.stack(ones).mean(0).flatten() for ones in zip(*offered, strict=True)])
+    found: dict[str, float] = {}
+    payload = 0.0
+    for route in (Route.gather, Route.sharded):
+        reduced = LocalSwarm(MEMBERS).run(
+            lambda c, rank, route=route: (
+                CompressedAveraging(codec, c, route=route)
+                .begin(offered[rank], round=RoundKey("bench", 0), weight=1.0)
+                .result()
+            )
+        )
+        sent = sum(one.bytes_sent for one in reduced) / MEMBERS
+        payload = sent / (MEMBERS - 1) if route is Route.gather else payload
+        out = torch.cat([t.flatten() for t in reduced[0].tensors])
+        found[route.name] = round(sent / payload, 2)
+        found[f"{route.name}_error"] = round(float((out - mean).norm() / mean.norm()), 4)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=4_000_000)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--exchanged", type=int, default=500_000, help="elements of the means by either route")
     options = parser.parse_args()
     torch.set_num_threads(1)
     given = tensors(options.elements, options.width)
@@ -76,9 +114,14 @@ def main() -> None:
         run = trip(codec, flat, layout, out)
         # A copy into memory that is there already: the fastest that any codec could be.
         ratios[name] = round(best(run, options.repeats) / best(partial(out.copy_, flat), options.repeats), 1)
-    result |= {"copies": ratios, "targets": TARGETS}
+    small = tensors(options.exchanged, 256)
+    means = {name: routes(name, small) for name in CODECS if isinstance(make_codec(name), GatherCodec)}
+    result |= {"copies": ratios, "targets": TARGETS, "members": MEMBERS, "routes": means}
     print(json.dumps(result))
     missed = {name: ratios[name] for name, target in TARGETS.items() if ratios[name] > target}
+    too_many = {name: found["sharded"] for name, found in means.items() if found["sharded"] > MAX_PAYLOADS}
+    if too_many:
+        raise SystemExit(f"more than {MAX_PAYLOADS} payloads by slices: {too_many}")
     if missed:
         raise SystemExit(f"slower than the targets: {missed}")
 

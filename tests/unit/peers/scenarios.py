@@ -154,9 +154,13 @@ def call_and_die(member: Member, operation: str, index: int, build: Build, delay
     """Come to a round and die in the middle of it."""
     call = member.collective.all_reduce if operation == "reduce" else member.collective.all_gather
     call(build(member.rank), round=RoundKey(operation, index), weight=1.0)
-    # Never set: a wait that nothing ends. Where in the round it strikes doesn't matter to what is claimed.
-    threading.Event().wait(delay)
+    linger(delay)
     member.die()
+
+
+def linger(delay: float) -> None:
+    """A wait that nothing ends. Where in the round it strikes doesn't matter to what is claimed."""
+    threading.Event().wait(delay)
 
 
 def offer_rubbish(member: Member, index: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from swarmkit.optim.collective import Collective
 from swarmkit.optim.mean import weighted_mean
 
-from . import scenarios
+from . import scenarios, wires
 from .harness_members import Group, Member, MemberDied, run
 from .harness_swarms import HARNESSES, Harness
 from .scenarios import Build, Outcome
@@ -161,6 +161,97 @@ def test_three_members_gather(harness: Harness, build: Build) -> None:
     outcome = agreed(run(group, scenarios.gather, next(_INDICES), build, [0.0, 1.0, 2.0]))
     assert outcome.digest == scenarios.digest([tensor for rank in ranks(group, outcome) for tensor in build(rank)])
     assert [float(rank) for rank in ranks(group, outcome)] == list(outcome.weights)
+
+
+# -- a mean through a wire -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "weights"), [(1, [0.3]), (2, None), (3, [1.0, 0.0, 3.0]), (4, [1.0, 2.0, 4.0, 1.0])])
+def test_an_exact_wire_gives_the_bits_of_a_plain_reduction(
+    harness: Harness, size: int, weights: list[float] | None
+) -> None:
+    group = harness.group(size)
+    told = run(group, wires.reduce, next(_INDICES), wires.exact, wires.vector, weights)
+    outcome = agreed([one.outcome for one in told])
+    assert sorted(ranks(group, outcome)) == list(range(size))
+    assert outcome.digest == expected_digest(group, outcome, wires.vector)
+    for rank, one in enumerate(told):
+        offered = wires.vector(rank)[0].tolist()
+        assert one.sent == (offered if weights is None or weights[rank] > 0 else [0.0] * len(offered))
+        assert not any(one.left)
+    assert sum(len(one.left) for one in told) == 104  # every slice has one owner
+
+
+@pytest.mark.parametrize("build", [wires.one_block, wires.no_numbers])
+def test_a_wire_carries_fewer_blocks_than_there_are_members(harness: Harness, build: Build) -> None:
+    group = harness.group(3)
+    outcome = agreed([one.outcome for one in run(group, wires.reduce, next(_INDICES), wires.exact, build)])
+    assert outcome.digest == expected_digest(group, outcome, build)
+
+
+def test_a_lossy_wire_tells_each_member_what_it_sent_and_what_its_own_slice_lacks(harness: Harness) -> None:
+    group = harness.group(3)
+    weights = [1.0, 2.0, 5.0]
+    told = run(group, wires.reduce, next(_INDICES), wires.int8, wires.vector, weights)
+    outcome = agreed([one.outcome for one in told])
+    order = ranks(group, outcome)
+    mean = weighted_mean([torch.tensor(told[rank].sent) for rank in order], outcome.weights)
+    left = torch.cat([torch.tensor(told[rank].left) for rank in sorted(order, key=lambda rank: told[rank].start)])
+    torch.testing.assert_close(torch.tensor(outcome.values[0]) + left, mean, rtol=1e-6, atol=1e-6)
+    # Two roundings to a grid of 127 steps: once what each sends, once the mean.
+    truth = weighted_mean([wires.vector(rank)[0] for rank in order], outcome.weights)
+    largest = max(float(wires.vector(rank)[0].abs().max()) for rank in order)
+    assert 0 < float((torch.tensor(outcome.values[0]) - truth).abs().max()) <= 2 * largest / 254 * 1.01
+
+
+def test_bytes_through_a_wire_are_two_payloads_at_most(harness: Harness) -> None:
+    group = harness.group(3)
+    for one in run(group, wires.reduce, next(_INDICES), wires.exact, scenarios.four_megabytes):
+        assert one.outcome.bytes_sent == pytest.approx(2 * 2 / 3 * (4 << 20), rel=0.02)
+        assert one.outcome.bytes_received == pytest.approx(2 * 2 / 3 * (4 << 20), rel=0.02)
+
+
+def test_what_no_wire_carries_is_refused_at_once(harness: Harness) -> None:
+    group = harness.group(2)
+    for said in run(group, wires.offer_rubbish, next(_INDICES)):
+        words = ["flat", "flat", "float32", "form", "5", "finite"]
+        assert all(word in text for word, text in zip(words, said, strict=True))
+    agreed([one.outcome for one in run(group, wires.reduce, next(_INDICES), wires.exact, wires.vector)])
+
+
+def test_members_with_wires_of_another_form_do_not_mix(harness: Harness) -> None:
+    group = harness.group(3)
+    told = run(group, wires.reduce, next(_INDICES), wires.last_has_another_form, wires.vector)
+    outcomes = [one.outcome for one in told]
+    assert outcomes[2].kind == "failed"
+    assert "exact" in outcomes[2].reason
+    assert "other" in outcomes[2].reason
+    if harness.majority_rules:
+        assert sorted(ranks(group, agreed(outcomes[:2]))) == [0, 1]
+        assert outcomes[2].missed
+    else:
+        assert [outcome.kind for outcome in outcomes] == ["failed"] * 3
+
+
+@pytest.mark.parametrize("as_owner", [False, True])
+@pytest.mark.parametrize("lie", ["short", "oversize", "empty", "not finite"])
+def test_who_sends_what_cannot_be_read_is_named_and_spoils_nothing(harness: Harness, lie: str, as_owner: bool) -> None:
+    group = harness.group(3)
+    told = run(group, wires.reduce, next(_INDICES), wires.Liar(lie, as_owner), wires.vector)
+    outcomes = [one.outcome for one in told]
+    assert outcomes[2].kind == "failed"
+    if harness.shrinks:
+        outcome = agreed(outcomes[:2])
+        assert sorted(ranks(group, outcome)) == [0, 1]
+        assert outcome.digest == expected_digest(group, outcome, wires.vector)
+        assert outcomes[2].missed
+    else:
+        assert [outcome.kind for outcome in outcomes] == ["failed"] * 3
+        assert all("rank2" in outcome.reason for outcome in outcomes[:2])
+        if lie == "oversize":
+            group.broken = True  # the liar goes on with what nobody takes from it
+            return
+    agreed([one.outcome for one in run(group, wires.reduce, next(_INDICES), wires.exact, wires.vector)])
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------
@@ -320,6 +411,21 @@ def test_the_others_agree_when_a_member_dies_in_a_reduction(harness: Harness, de
     index = next(_INDICES)
     [victim] = group.start(scenarios.call_and_die, "reduce", index, scenarios.big, delay, ranks=[dead])
     outcomes = run(group, scenarios.reduce, index, scenarios.big, ranks=survivors)
+    assert isinstance(victim.exception(10), MemberDied)
+    if assert_survived(harness, group, outcomes, dead):
+        assert outcomes[0].digest == expected_digest(group, outcomes[0], scenarios.big)
+
+
+@pytest.mark.parametrize(("dead", "delay"), [(2, 0.0), (2, 0.06), (0, 0.04)])
+def test_the_others_agree_when_a_member_dies_in_a_reduction_through_a_wire(
+    harness: Harness, dead: int, delay: float
+) -> None:
+    group = harness.group(3)
+    survivors = [rank for rank in range(3) if rank != dead]
+    index = next(_INDICES)
+    [victim] = group.start(wires.call_and_die, index, scenarios.big, delay, ranks=[dead])
+    told = run(group, wires.reduce, index, wires.exact, scenarios.big, ranks=survivors)
+    outcomes = [one.outcome for one in told]
     assert isinstance(victim.exception(10), MemberDied)
     if assert_survived(harness, group, outcomes, dead):
         assert outcomes[0].digest == expected_digest(group, outcomes[0], scenarios.big)

@@ -10,6 +10,7 @@ from torch import Tensor
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
 from swarmkit.optim.compression import CompressedAveraging, make_codec
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.shards import Wire
 
 SHAPES: list[tuple[int, ...]] = [(24, 20), (30,), (6, 5, 3, 3), ()]
 
@@ -44,6 +45,7 @@ class Recorder:
     inner: Collective
     sent: list[list[Tensor]] = field(default_factory=list)
     keys: list[RoundKey] = field(default_factory=list)
+    operations: list[str] = field(default_factory=list)
     fail: list[RoundFailed] = field(default_factory=list)  # of the next calls
     hold: bool = False  # keep the next futures open
 
@@ -51,7 +53,8 @@ class Recorder:
     def peer_id(self) -> str:
         return self.inner.peer_id
 
-    def _call(self, operation: str, tensors: Any, round: RoundKey, weight: float) -> Future[Any]:
+    def _call(self, operation: str, tensors: Any, round: RoundKey, weight: float, **wire: Any) -> Future[Any]:
+        self.operations.append("sharded" if wire else operation)
         self.sent.append([tensor.clone() for tensor in tensors])
         self.keys.append(round)
         if self.fail or self.hold:
@@ -59,10 +62,10 @@ class Recorder:
             if self.fail:
                 future.set_exception(self.fail.pop(0))
             return future
-        return getattr(self.inner, operation)(tensors, round=round, weight=weight)
+        return getattr(self.inner, operation)(tensors, round=round, weight=weight, **wire)
 
-    def all_reduce(self, tensors: Any, *, round: RoundKey, weight: float) -> Future[Reduced]:
-        return self._call("all_reduce", tensors, round, weight)
+    def all_reduce(self, tensors: Any, *, round: RoundKey, weight: float, wire: Wire | None = None) -> Future[Reduced]:
+        return self._call("all_reduce", tensors, round, weight, **({} if wire is None else {"wire": wire}))
 
     def all_gather(self, payload: Any, *, round: RoundKey, weight: float) -> Future[Gathered]:
         return self._call("all_gather", payload, round, weight)

@@ -231,33 +231,6 @@ def test_a_member_that_missed_a_round_of_powersgd_observes_the_next() -> None:
 # -- large groups ------------------------------------------------------------------------------------------------------
 
 
-def test_a_large_group_averages_in_float16_instead_of_gathering() -> None:
-    """int8 of M members is gathered while M * 1 byte is at most the 4 of a float16 all-reduce."""
-    names: dict[int, list[str]] = {}
-
-    class Named(Recorder):
-        def _call(self, operation: str, tensors: Any, round: RoundKey, weight: float) -> Future[Any]:
-            names.setdefault(size, []).append(operation)
-            return super()._call(operation, tensors, round, weight)
-
-    for size in (3, 5):
-
-        def task(collective: LocalCollective, rank: int) -> list[Tensor]:
-            averaging = CompressedAveraging(Blockwise(8), Named(collective), error_feedback=True)
-            found, truth = torch.zeros(64, 64), torch.zeros(64, 64)
-            for index in range(3):
-                tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(50 * rank + index))
-                found += averaging.begin([tensor], round=RoundKey("x", index), weight=1.0).result().tensors[0]
-                truth += tensor
-            return [found, truth - averaging.state_dict()["residual"][0]]
-
-        found = LocalSwarm(size).run(task)
-        mean = torch.stack([sent for _, sent in found]).mean(0)
-        assert torch.allclose(found[0][0], mean, atol=2e-3)
-    assert set(names[3]) == {"all_gather"}
-    assert names[5] == ["all_gather"] * 5 + ["all_reduce"] * 10
-
-
 def test_a_joiner_of_a_large_group_finds_the_operation_of_the_others() -> None:
     swarm = LocalSwarm(6)
     swarm.kill("local5")

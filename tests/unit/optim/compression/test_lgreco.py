@@ -331,10 +331,12 @@ def test_the_shared_state_of_a_stranger_is_checked() -> None:
     for wrong in ([2.0], [0.05, math.nan], "0.05", [True], [[0.05]], {"0": 0.05}, 0.05):
         with pytest.raises(ValueError, match="parameters"):
             lgreco.load_shared_state({"parameters": wrong})
-    assert lgreco.shared_state() == {"parameters": None}
+    with pytest.raises(ValueError, match="members"):
+        lgreco.load_shared_state({"parameters": [0.05], "members": -1})
+    assert lgreco.shared_state() == {"members": None, "parameters": None}
     for right in ([0.05, 0.1, 0.05, 0.05], None):
         lgreco.load_shared_state({"parameters": right})
-        assert lgreco.shared_state() == {"parameters": right}
+        assert lgreco.shared_state() == {"members": None, "parameters": right}
 
 
 @pytest.mark.parametrize("entry", [-1e30, 1e30, 0.0])

@@ -30,10 +30,10 @@ class Checkup:
         self._bytes = SharedBudget(BYTES_EACH, BYTES_TOGETHER, MINUTE_S, clock=clock)
         self._dials = SharedBudget(DIALS_EACH, DIALS_TOGETHER, MINUTE_S, clock=clock)
         self._dialling = 0
-        rpc.handle("checkup.time", self._on_time)
-        rpc.handle("checkup.upload", self._on_upload)
-        rpc.handle("checkup.download", self._on_download)
-        rpc.handle("checkup.dial", self._on_dial)
+        rpc.handle("checkup.time", self._on_time, onlookers=True)
+        rpc.handle("checkup.upload", self._on_upload, onlookers=True)
+        rpc.handle("checkup.download", self._on_download, onlookers=True)
+        rpc.handle("checkup.dial", self._on_dial, onlookers=True)
 
     async def _on_time(self, caller: str, message: Message) -> Message:
         return {"time": time.time()}

@@ -5,16 +5,10 @@ import socket
 import tempfile
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
-from google.protobuf.message import DecodeError
-
-from swarmkit.peers.engine import P2PD_PATH, crypto_pb2
-from swarmkit.peers.errors import DaemonFailed
+from swarmkit.peers.engine import P2PD_PATH
+from swarmkit.peers.errors import DaemonFailed, KeyFileError
+from swarmkit.peers.identity import Identity
 from swarmkit.peers.settings import NetworkSettings
-
-MAX_IDENTITY_BYTES = 64 << 10
 
 
 def check_daemon(settings: NetworkSettings, socket_folder: Path) -> None:
@@ -69,30 +63,12 @@ def check_socket_folder(folder: Path) -> None:
 
 
 def check_identity(path: Path) -> None:
-    """A private key as hivemind writes it, readable for its owner alone, or nothing yet; it is never written over."""
+    """A private key that its owner alone can read, or nothing yet; it is never written over."""
     if not path.exists():
         if not os.access(path.parent, os.W_OK):
             raise DaemonFailed(f"network.identity={path}: {path.parent} is no folder in which it can be made")
         return
-    again = "move it away to get a new one, with which this peer has another address"
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_IDENTITY_BYTES + 1)
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise DaemonFailed(f"network.identity={path}: cannot be read ({error.strerror or error})") from error
-    if not data:
-        raise DaemonFailed(f"network.identity={path}: the file is empty; {again}")
-    if mode & 0o077:
-        raise DaemonFailed(f"network.identity={path}: others can read this private key; run chmod 600 on it")
-    if not _is_rsa_key(data):
-        raise DaemonFailed(f"network.identity={path}: holds no RSA private key of libp2p, or only a part; {again}")
-
-
-def _is_rsa_key(data: bytes) -> bool:
-    try:
-        message = crypto_pb2.PrivateKey.FromString(data)
-        key = serialization.load_der_private_key(message.data, password=None)
-    except (DecodeError, ValueError, TypeError, UnsupportedAlgorithm):
-        return False
-    return message.key_type == crypto_pb2.KeyType.RSA and isinstance(key, rsa.RSAPrivateKey)
+        Identity.load(path)
+    except KeyFileError as error:
+        raise DaemonFailed(f"network.identity={path}: {error}") from error

@@ -2,17 +2,23 @@
 
 from swarmkit.peers.engine import DHTNode, get_dht_time
 from swarmkit.peers.errors import OtherVersion, ProtocolError, UnknownRun
+from swarmkit.peers.identity import Identity
+from swarmkit.peers.records import seal, unseal
 from swarmkit.peers.wire import decode, encode, field
 
 # Raised with every change that makes old and new peers misunderstand each other.
-PROTOCOL = 1
-KEY = "swarmkit.runs"
+PROTOCOL = 2
+KEY = "swarmkit.announced"
+PURPOSE = "announcement"
 LIFETIME_S = 60.0
 
 
-async def announce_run(dht: DHTNode, run: str) -> None:
+async def announce_run(dht: DHTNode, run: str, identity: Identity) -> None:
     """Say on the DHT that a run exists and which protocol it speaks."""
-    await dht.store(KEY, encode({"protocol": PROTOCOL}), get_dht_time() + LIFETIME_S, subkey=run)
+    body = encode({"protocol": PROTOCOL, "run": run})
+    # Each peer has a subkey of its own: nobody can put something else in the place of another's.
+    subkey = f"{identity.peer_id}/{run}"
+    await dht.store(KEY, seal(identity, PURPOSE, "", body), get_dht_time() + LIFETIME_S, subkey=subkey)
 
 
 async def find_run(dht: DHTNode, wanted: str | None) -> str:
@@ -22,7 +28,13 @@ async def find_run(dht: DHTNode, wanted: str | None) -> str:
     """
     found = await dht.get(KEY, latest=True)
     entries = found.value if found is not None and isinstance(found.value, dict) else {}
-    runs = {run: entry.value for run, entry in entries.items() if isinstance(run, str) and run.isprintable()}
+    runs: dict[str, set[int]] = {}
+    for subkey, entry in entries.items():
+        try:
+            run, protocol = _read(subkey, entry.value)
+        except ProtocolError:
+            continue
+        runs.setdefault(run, set()).add(protocol)
     names = ", ".join(sorted(runs)[:20]) or "none"
     if wanted is None and len(runs) == 1:
         wanted = next(iter(runs))
@@ -31,13 +43,21 @@ async def find_run(dht: DHTNode, wanted: str | None) -> str:
         raise UnknownRun(f"runs at this address: {names}; {hint}")
     if wanted not in runs:
         raise UnknownRun(f"no run {wanted!r} at this address; runs there: {names}; choose one with --name")
-    try:
-        theirs = field(decode(runs[wanted]), "protocol", int)
-    except (ProtocolError, TypeError) as error:
-        raise OtherVersion(f"run {wanted!r} is announced in a way that this version cannot read") from error
-    if theirs != PROTOCOL:
-        older = "this peer" if theirs > PROTOCOL else "the run"
-        raise OtherVersion(
-            f"run {wanted!r} speaks protocol {theirs}, this peer {PROTOCOL}: upgrade swarmkit on {older}"
-        )
+    if PROTOCOL not in runs[wanted]:
+        raise other_protocol(f"run {wanted!r}", max(runs[wanted]))
     return wanted
+
+
+def _read(subkey: object, data: object) -> tuple[str, int]:
+    peer_id, _, run = subkey.partition("/") if isinstance(subkey, str) else ("", "", "")
+    body, _ = unseal(peer_id, PURPOSE, "", data)
+    message = decode(body)
+    if not run.isprintable() or not 0 < len(run) <= 100 or field(message, "run", str) != run:
+        raise ProtocolError("an announcement that does not fit its place")
+    return run, field(message, "protocol", int)
+
+
+def other_protocol(who: str, theirs: int) -> OtherVersion:
+    """What to raise when a run or a peer speaks another protocol than this one."""
+    older = "this peer" if theirs > PROTOCOL else "the run"
+    return OtherVersion(f"{who} speaks protocol {theirs}, this peer {PROTOCOL}: upgrade swarmkit on {older}")

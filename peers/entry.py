@@ -8,6 +8,7 @@ from pathlib import Path
 
 from swarmkit.peers.engine import P2P, Multiaddr, P2PDaemonError, PeerID, start_p2p
 from swarmkit.peers.errors import ClosedPort, DaemonFailed, JoinFailed, NoAnswer, NotAPeer, UnknownName, WrongPeerId
+from swarmkit.peers.identity import Identity
 from swarmkit.peers.peer_cache import Remembered
 from swarmkit.peers.preflight import split_peer_id, why_unreachable
 from swarmkit.peers.settings import NetworkSettings
@@ -61,8 +62,8 @@ async def refuse_twin(settings: NetworkSettings, sockets: Path, addresses: Seque
     """
     if settings.identity is None or not addresses or not Path(settings.identity).exists():
         return
-    own = await asyncio.to_thread(lambda: PeerID.from_identity(Path(str(settings.identity)).read_bytes()))
-    asker = await start_p2p(replace(settings, identity=None, port=0, announce=[]), sockets)
+    own = PeerID.from_base58(Identity.load(Path(settings.identity)).peer_id)
+    asker = await start_p2p(replace(settings, identity=None, port=0, announce=[]), sockets, Identity.generate())
     try:
         await _reach(asker, addresses)
         await asyncio.wait_for(asker._client.connect(own, []), DIAL_TIMEOUT_S)

@@ -1,6 +1,18 @@
 """Errors of the network layer; the whole tree is drawn in swarmkit/errors.py."""
 
+from enum import Enum
+
 from swarmkit.optim.errors import SwarmError
+
+
+class Refusal(Enum):
+    """Why a peer of a closed run is refused."""
+
+    not_invited = "not invited"
+    expired = "expired"
+    revoked = "revoked"
+    forged = "forged"
+    wrong_run = "wrong run"
 
 
 class JoinFailed(SwarmError):
@@ -35,12 +47,16 @@ class UnknownRun(JoinFailed):
     """The peers at the address know no run of that name, none at all, or several to choose from."""
 
 
-class NotInvited(JoinFailed):
-    """The run is closed, and this peer showed no valid invitation."""
-
-
 class DaemonFailed(JoinFailed):
     """This machine's own libp2p daemon, p2pd, cannot start."""
+
+
+class NotInvited(JoinFailed):
+    """A closed run does not let this peer in; `refusal` is the cause."""
+
+    def __init__(self, text: str, refusal: Refusal = Refusal.not_invited) -> None:
+        super().__init__(f"{refusal.value}: {text}")
+        self.refusal = refusal
 
 
 class PeerUnreachable(SwarmError):
@@ -49,3 +65,16 @@ class PeerUnreachable(SwarmError):
 
 class ProtocolError(SwarmError):
     """A peer sent something that the protocol does not allow."""
+
+
+class AccessRefused(ProtocolError):
+    """A peer of a closed run has no valid invitation; `refusal` is the cause."""
+
+    def __init__(self, text: str, refusal: Refusal = Refusal.not_invited) -> None:
+        super().__init__(f"{refusal.value}: {text}")
+        self.refusal = refusal
+        self.text = text
+
+
+class KeyFileError(ValueError):
+    """A file that should hold a private key cannot be used; it is never overwritten."""

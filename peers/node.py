@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import shutil
 import threading
@@ -12,41 +11,55 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from swarmkit.peers.access import open_access
 from swarmkit.peers.attach import attach
 from swarmkit.peers.checkup import Checkup
 from swarmkit.peers.collective import SwarmCollective
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.daemon_checks import check_daemon
-from swarmkit.peers.directory import LIFETIME_S, announce_run, find_run
+from swarmkit.peers.directory import KEY, LIFETIME_S, announce_run, find_run
+from swarmkit.peers.directory import PURPOSE as ANNOUNCEMENT
 from swarmkit.peers.donors import rank_donors
+from swarmkit.peers.door import Door, knock
 from swarmkit.peers.download import Download
 from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p, stop_p2p
 from swarmkit.peers.entry import Entry, enter, refuse_twin
-from swarmkit.peers.errors import DaemonFailed, JoinFailed, PeerUnreachable, ProtocolError
+from swarmkit.peers.errors import AccessRefused, DaemonFailed, JoinFailed, NotInvited, PeerUnreachable, ProtocolError
 from swarmkit.peers.fetch import Fetch
+from swarmkit.peers.gate import Gate
 from swarmkit.peers.hygiene import make_socket_folder
+from swarmkit.peers.identity import Identity
 from swarmkit.peers.loop import NetworkThread
 from swarmkit.peers.manifest import Snapshot
 from swarmkit.peers.pace import SwarmPace
 from swarmkit.peers.peer_cache import PeerCache, Remembered
 from swarmkit.peers.preflight import check_address
-from swarmkit.peers.roster import PeerRecord, Roster
+from swarmkit.peers.records import Guard
+from swarmkit.peers.revoking import Revoking
+from swarmkit.peers.roster import PURPOSE as HEARTBEAT
+from swarmkit.peers.roster import PeerRecord, Roster, peers_key
 from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.run_config import PURPOSE as CONFIGURATION
+from swarmkit.peers.run_config import RunConfig, config_key
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.state import Provider, StateServer, Version
 from swarmkit.peers.transfer import Progress
 from swarmkit.peers.transport import Bulk
-from swarmkit.peers.wire import Message, field
+from swarmkit.peers.wire import field
 
 if TYPE_CHECKING:
     from swarmkit.optim.synced import SyncedOptimizer
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-CONFIG_LIFETIME_S = 3600.0
-MAX_CONFIG_BYTES = 256 << 10
 REMEMBER_S = 5.0  # between two looks at who is there, for the peer cache
-_BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - {"peer_id", "joined_at", "updated_at"}
+_BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - {
+    "peer_id",
+    "joined_at",
+    "updated_at",
+    "config",
+    "revoked",
+}
 
 
 class Node:
@@ -64,10 +77,10 @@ class Node:
         self._owns_sockets = settings.socket_folder is None
         self._sockets = _make_sockets() if settings.socket_folder is None else Path(settings.socket_folder)
         self._cache = PeerCache(Path(settings.peer_cache)) if settings.peer_cache is not None else None
-        self._config: str | None = None
         self._collectives: list[SwarmCollective] = []
         self._closed = threading.Lock()
         self._download = Download()  # what a fetch that failed has left for the next
+        self._ended: AccessRefused | None = None  # why this peer's own invitation is good for nothing any more
 
     @classmethod
     def start(
@@ -86,13 +99,16 @@ class Node:
         that has to be `existing` is looked for there. Roles: "replica" takes part in rounds, "bootstrap" keeps the DHT
         up, "observer" looks on and appears in no table.
         """
+        settings = settings or NetworkSettings()
         if run is None and not initial_peers:
             raise ValueError("a run's name or the address of a peer is needed")
         if run is not None and (not run or "." in run or len(run) > 100):
             raise ValueError(f"run name {run!r}: must have 1 to 100 characters and no dot (hivemind's key separator)")
         for address in initial_peers:
             check_address(address)
-        node = cls(run, settings or NetworkSettings(), role)
+        if settings.invitation is not None and settings.run_key is None and not initial_peers:
+            raise ValueError("an invitation is to a run that is up: the address of one of its peers is needed")
+        node = cls(run, settings, role)
         try:
             node._thread.run(node._start(initial_peers, existing), timeout=node.settings.startup_timeout_s + 15)
         except TimeoutError as error:
@@ -105,17 +121,27 @@ class Node:
 
     async def _start(self, initial_peers: Sequence[str], existing: bool) -> None:
         check_daemon(self.settings, self._sockets)
-        recalled = self._cache.recall(self._wanted_run, initial_peers) if self._cache is not None else Remembered()
         await refuse_twin(self.settings, self._sockets, initial_peers)
-        self._p2p = await start_p2p(self.settings, self._sockets)
-        self.peer_id: str = self._p2p.peer_id.to_base58()
+        identity = Identity.of(self.settings.identity)
+        self.peer_id: str = identity.peer_id
+        access, run_key = open_access(identity, self._wanted_run, self.settings)
+        wanted = access.run or self._wanted_run
+        recalled = self._cache.recall(wanted, initial_peers) if self._cache is not None else Remembered()
+        self._p2p = await start_p2p(self.settings, self._sockets, identity)
         self.entry: Entry = await enter(self._p2p, initial_peers, recalled)
-        self._dht = await start_dht(self._p2p, self.entry.live)
-        if self._wanted_run is None or existing or (initial_peers and self._role == "observer"):
+        await knock(self._p2p, self.entry.live, access)
+        guard = Guard({KEY: (ANNOUNCEMENT, "")}, get_dht_time)
+        self._dht = await start_dht(self._p2p, self.entry.live, guard, Gate(access) if access.is_closed else None)
+        if access.run is not None:
+            self.run = access.run
+        elif self._wanted_run is None or existing or (initial_peers and self._role == "observer"):
             self.run = await find_run(self._dht, self._wanted_run or self.entry.run)
         else:
             self.run = self._wanted_run
-        self._rpc = Rpc(self._p2p, self.run)
+        guard.guard(peers_key(self.run), HEARTBEAT, self.run)
+        guard.guard(config_key(self.run), CONFIGURATION, self.run)
+        self._access = access
+        self._rpc = Rpc(self._p2p, self.run, access)
         self._bulk = Bulk(self._p2p, self._rpc, self.run, self.settings)
         mine = PeerRecord(peer_id=self.peer_id, role=self._role, joined_at=get_dht_time())
         self._roster = Roster(self._dht, self._rpc, self.run, self.settings, mine)
@@ -123,10 +149,12 @@ class Node:
         self._coordinator = Coordinator(self._roster, self._rpc, self.settings)
         self._state = StateServer(self._rpc, self._bulk, self.settings)
         self._pace = SwarmPace(self._thread, self._rpc, self._roster, self.settings)
-        self._rpc.handle("config", self._on_config)
+        self._config = RunConfig(self._dht, self._rpc, self._roster, self.run, run_key)
+        self._revoking = Revoking(self._rpc, self._roster, run_key, self.settings.run_key)
         self._checkup = Checkup(self._rpc, self._p2p)
         await self._rpc.serve()
         await self._bulk.serve()
+        await Door(self._p2p, access).serve()
         self.addresses = _routable_first([str(address) for address in await self._p2p.get_visible_maddrs(latest=True)])
         await self._roster.refresh()
         newest = max(
@@ -140,8 +168,11 @@ class Node:
         self._tasks = [asyncio.ensure_future(self._roster.run()), asyncio.ensure_future(self._watch_p2pd())]
         if self._cache is not None:
             self._tasks.append(asyncio.ensure_future(self._remember(self._cache, initial_peers)))
+        if access.is_closed:
+            await self._revoking.look()
+            self._tasks.append(asyncio.ensure_future(self._watch_access()))
         if self._role == "replica":
-            await announce_run(self._dht, self.run)
+            await announce_run(self._dht, self.run, identity)
             self._tasks.append(asyncio.ensure_future(self._pace.run()))
             self._tasks.append(asyncio.ensure_future(self._keep_records()))
 
@@ -154,14 +185,27 @@ class Node:
             for collective in self._collectives:
                 collective.close("p2pd died, so this peer cannot reach anybody; restart it")
 
+    async def _watch_access(self) -> None:
+        """Spread revocations, and end rounds when this peer's own invitation has ended: the others refuse it now."""
+        while True:
+            await asyncio.sleep(self.settings.heartbeat_s)
+            try:
+                await self._revoking.look()
+                self._access.check_own()
+            except AccessRefused as error:
+                self._ended = error
+                for collective in self._collectives:
+                    collective.close(str(error))
+            except Exception:
+                logger.warning("revocations could not be exchanged", exc_info=True)
+
     async def _keep_records(self) -> None:
         """Renew what expires on the DHT: the run's announcement and its configuration."""
         while True:
             await asyncio.sleep(LIFETIME_S / 3)
             try:
-                await announce_run(self._dht, self.run)
-                if self._config is not None:
-                    await self._store_config()
+                await announce_run(self._dht, self.run, self._access.identity)
+                await self._config.store()
             except Exception:
                 logger.warning("the run's records could not be renewed", exc_info=True)
 
@@ -182,10 +226,7 @@ class Node:
         unknown = set(values) - _BEAT_FIELDS
         if unknown:
             raise TypeError(f"unknown heartbeat fields {sorted(unknown)}; known: {sorted(_BEAT_FIELDS)}")
-        self._thread.loop.call_soon_threadsafe(self._set_record, values)
-
-    def _set_record(self, values: dict[str, object]) -> None:
-        self._roster.mine = replace(self._roster.mine, **values)  # type: ignore[arg-type]
+        self._thread.loop.call_soon_threadsafe(lambda: self._roster.say(**values))
 
     def announce(self, state: str) -> None:
         """Change this peer's state and tell the others at once."""
@@ -264,43 +305,37 @@ class Node:
     # -- the run's configuration ---------------------------------------------------------------------------------------
 
     def publish_config(self, config: str) -> None:
-        """Offer the run's configuration (JSON text) to joiners, on the DHT and by direct call."""
-        if len(config.encode()) > MAX_CONFIG_BYTES:
-            raise ValueError(f"configuration of {len(config)} characters: the limit is {MAX_CONFIG_BYTES} bytes")
-        json.loads(config)
-        self._config = config
-        self._ask(self._store_config(), 30.0, "the configuration could not be published")
+        """Offer the run's configuration (JSON text) to joiners; in a closed run its owner's key signs it.
 
-    async def _store_config(self) -> None:
-        expires = get_dht_time() + CONFIG_LIFETIME_S
-        await self._dht.store(f"{self.run}.config", self._config, expires)
+        Raises ValueError when it is too long or no JSON, or when this peer does not own the closed run.
+        """
+        self._ask(self._publish_config(config), 30.0, "the configuration could not be published")
+
+    async def _publish_config(self, config: str) -> None:
+        self._config.publish(config)
+        await asyncio.gather(self._config.store(), self._roster.beat())
 
     def fetch_config(self) -> str:
-        """Get the run's configuration; raises JoinFailed when nobody offers one.
+        """Get the run's configuration, checked, and offer it too; raises JoinFailed when nobody offers one."""
+        return self._ask(self._config.fetch(), 60.0, "the run's configuration could not be read")
 
-        From then on this peer offers it too: it must outlive whoever published it.
-        """
-        self._config = self._ask(self._fetch_config(), 60.0, "the run's configuration could not be read")
-        return self._config
+    def check_invited(self) -> None:
+        """Raise NotInvited when the others refuse this peer, because its invitation has ended or was revoked."""
+        if self._ended is not None:
+            raise NotInvited(self._ended.text, self._ended.refusal)
 
-    async def _fetch_config(self) -> str:
-        found = await self._dht.get(f"{self.run}.config", latest=True)
-        if found is not None and isinstance(found.value, str) and len(found.value) <= MAX_CONFIG_BYTES:
-            return found.value
-        for peer in self._roster.active():
-            if peer == self.peer_id:
-                continue
-            try:
-                answer = await self._rpc.call(peer, "config", {}, timeout=10)
-                return field(answer, "config", str, lambda text: len(text) <= MAX_CONFIG_BYTES)
-            except (PeerUnreachable, ProtocolError):
-                continue
-        raise JoinFailed(f"nobody offers a configuration for run {self.run!r}: is the name right and the run up?")
+    @property
+    def is_closed(self) -> bool:
+        """True when peers need an invitation to this run."""
+        return self._access.is_closed
 
-    async def _on_config(self, caller: str, message: Message) -> Message:
-        if self._config is None:
-            raise ProtocolError("this peer has no configuration to offer")
-        return {"config": self._config}
+    def tell_revocations(self) -> list[str]:
+        """Give every peer that is known the revocations of this one; returns those that hold them now."""
+        return self._ask(self._tell_revocations(), 30.0, "the revocations could not be spread")
+
+    async def _tell_revocations(self) -> list[str]:
+        await self._roster.refresh()
+        return await self._revoking.tell()
 
     # -- state transfer ------------------------------------------------------------------------------------------------
 
@@ -328,7 +363,10 @@ class Node:
 
     async def _fetch_state(self, progress: Progress | None) -> Snapshot:
         await self._roster.refresh()
-        await self._hold()
+        try:
+            await self._hold()
+        except AccessRefused as error:
+            raise NotInvited(error.text, error.refusal) from error
         await Fetch(self._rpc, self._bulk, self.settings, self._donors, self._download, progress).run()
         done, self._download = self._download, Download()
         return done.snapshot()
@@ -344,6 +382,8 @@ class Node:
                 return
             try:
                 answer = await self._rpc.call(target, "hold", {}, timeout=10)
+            except AccessRefused:
+                raise
             except (PeerUnreachable, ProtocolError):
                 self._roster.suspect(target)
                 target = next((peer for peer in self._roster.active() if peer != self.peer_id), None)

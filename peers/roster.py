@@ -4,23 +4,28 @@ import asyncio
 import logging
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from typing import Any
 
-from swarmkit.peers.engine import DHTNode, PeerID, get_dht_time
-from swarmkit.peers.errors import PeerUnreachable, ProtocolError
+from swarmkit.peers.engine import DHTNode, get_dht_time
+from swarmkit.peers.errors import AccessRefused, PeerUnreachable, ProtocolError
+from swarmkit.peers.records import seal, unseal
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.wire import Message, decode, encode, field
 
 logger = logging.getLogger(__name__)
 EXPIRE_BEATS = 5  # a record lives for this many heartbeats
-MAX_RECORD_BYTES = 4096
+MAX_RECORD_BYTES = 8192  # with signature and credential
 CONFIRMED = 2  # times in a row that a peer's port was closed: it has ended
 TCP_ADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})(?:/|$)")
 MAX_AHEAD_S = 300.0  # of a peer's clock before this one's
+MAX_BEHIND_S = 60.0  # beyond a record's lifetime: then it is a replay
+MAX_REMEMBERED = 10_000  # peers of whose newest record the time is kept, so that an older one is never taken again
+PURPOSE = "heartbeat"
 LEAVING_STATES = frozenset({"draining", "done", "gone"})
 # States in which a replica takes part in rounds and is waited for.
 ACTIVE_STATES = frozenset({"waiting", "training", "evaluating"})
@@ -46,6 +51,8 @@ class PeerRecord:
     device: str = ""
     version: str = ""
     digest: str = ""  # of the anchor
+    config: str = ""  # hash of the run's configuration as this peer has it
+    revoked: str = ""  # digest of the revocations that this peer knows
     address: str = ""  # with which others join the run here
 
     @property
@@ -59,23 +66,22 @@ class PeerRecord:
         return self.role == "replica" and self.state in ACTIVE_STATES
 
 
+def peers_key(run: str) -> str:
+    """Where a run's heartbeats lie on the DHT."""
+    return f"{run}.peers"
+
+
 _KINDS: dict[str, type] = {f.name: f.type for f in fields(PeerRecord)}  # type: ignore[misc]
 
 
 def read_record(peer_id: str, data: bytes) -> PeerRecord:
-    """Read a record that a stranger may have stored; raises ProtocolError."""
-    if len(data) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"heartbeat of {len(data)} bytes: the limit is {MAX_RECORD_BYTES}")
+    """Read what a peer signed; raises ProtocolError."""
     message = decode(data)
     values: dict[str, Any] = {name: field(message, name, kind) for name, kind in _KINDS.items() if name in message}
     for name, value in values.items():
         if isinstance(value, str):
             # Names and texts of strangers end up on terminals.
             values[name] = "".join(c for c in value[:200] if c.isprintable())
-    try:
-        PeerID.from_base58(peer_id)
-    except ValueError as error:
-        raise ProtocolError(f"heartbeat of {peer_id[:60]!r}, which is no peer id") from error
     if values.get("peer_id") != peer_id:
         raise ProtocolError(f"heartbeat of {str(values.get('peer_id'))[:60]} stored under {peer_id[:60]}")
     return PeerRecord(**values)
@@ -89,17 +95,22 @@ class Roster:
         self.changed = asyncio.Event()
         self._dht = dht
         self._rpc = rpc
-        self._key = f"{run}.peers"
+        self._access = rpc.access
+        self._run = run
+        self._key = peers_key(run)
         self._settings = settings
         self._table: dict[str, PeerRecord] = {}
+        self._sealed: dict[str, bytes] = {}  # peer id -> its newest record as it came
+        self._newest: OrderedDict[str, float] = OrderedDict()  # peer id -> time of its newest record, forgotten or not
         self._arrived: dict[str, float] = {}  # peer id -> monotonic time at which its newest record came
         self._suspects: dict[str, float] = {}  # peer id -> monotonic time of the suspicion
         self._pings: dict[str, asyncio.Task[bool]] = {}  # one under way for each peer
         self._heard: dict[str, float] = {}  # peer id -> monotonic time of its last sign of life
         self._unanswered: dict[str, float] = {}  # peer id -> monotonic time of the first ping since then
         self._refusals: dict[str, int] = {}  # times in a row that its port was closed
-        rpc.handle("ping", self._on_ping)
-        rpc.handle("beat", self._on_beat)
+        rpc.handle("ping", self._on_ping, onlookers=True)
+        rpc.handle("beat", self._on_beat, onlookers=True)
+        self._access.on_revoked.append(self._drop_revoked)
         self.on_leave: list[Callable[[str], None]] = []
 
     # -- heartbeats ----------------------------------------------------------------------------------------------------
@@ -117,9 +128,18 @@ class Roster:
 
     async def beat(self) -> None:
         """Store this peer's record on the DHT."""
-        self.mine = replace(self.mine, updated_at=get_dht_time())
-        lifetime = self._lifetime
-        await self._dht.store(self._key, encode(asdict(self.mine)), get_dht_time() + lifetime, subkey=self.mine.peer_id)
+        record = self._seal_mine()
+        await self._dht.store(self._key, record, get_dht_time() + self._lifetime, subkey=self.mine.peer_id)
+
+    def _seal_mine(self) -> bytes:
+        """Sign this peer's record as it is now, later than any before it."""
+        now = max(get_dht_time(), self.mine.updated_at + 1e-6)
+        self.mine = replace(self.mine, updated_at=now, revoked=self._access.revocations_digest)
+        return seal(self._access.identity, PURPOSE, self._run, encode(asdict(self.mine)), self._access.credential)
+
+    def say(self, **values: object) -> None:
+        """Change what the next heartbeat says."""
+        self.mine = replace(self.mine, **values)  # type: ignore[arg-type]
 
     async def refresh(self) -> None:
         """Read everybody's record from the DHT."""
@@ -133,18 +153,47 @@ class Roster:
     def _accept(self, peer_id: object, data: object) -> None:
         if not isinstance(peer_id, str) or not isinstance(data, bytes):
             return
+        if data == self._sealed.get(peer_id):
+            return
         try:
-            record = read_record(peer_id, data)
+            record = self._check(peer_id, data)
         except ProtocolError:
             return  # a stranger's rubbish under our key is no reason to stop
-        if record.updated_at > get_dht_time() + MAX_AHEAD_S:
-            return  # it would hide every later record of that peer
+        now = get_dht_time()
+        if not now - self._lifetime - MAX_BEHIND_S <= record.updated_at <= now + MAX_AHEAD_S:
+            return  # a replay, or one that would hide every later record of that peer
         known = self._table.get(peer_id)
-        if known is None or record.updated_at > known.updated_at:
+        if record.updated_at > self._newest.get(peer_id, -inf):
             self._table[peer_id] = record
+            self._sealed[peer_id] = data
+            self._newest[peer_id] = record.updated_at
+            self._newest.move_to_end(peer_id)
+            while len(self._newest) > MAX_REMEMBERED:
+                self._newest.popitem(last=False)
             self._arrived[peer_id] = time.monotonic()
             if known is None or known.state != record.state:
                 self.changed.set()
+
+    def _check(self, peer_id: str, data: bytes) -> PeerRecord:
+        """Read a record that anybody may have stored; raises ProtocolError."""
+        if len(data) > MAX_RECORD_BYTES:
+            raise ProtocolError(f"heartbeat of {len(data)} bytes: the limit is {MAX_RECORD_BYTES}")
+        body, credential = unseal(peer_id, PURPOSE, self._run, data)
+        self._access.check(peer_id, credential)
+        record = read_record(peer_id, body)
+        if not self._access.may_appear_as(peer_id, record.role):
+            raise ProtocolError(f"{peer_id[-8:]} was not invited as {record.role}")
+        return record
+
+    def _drop_revoked(self) -> None:
+        """Take those out of the table who have lost their invitation; rounds go on without them."""
+        for peer_id in list(self._table):
+            try:
+                self._access.check_known(peer_id)
+            except AccessRefused:
+                self._forget(peer_id)
+                for callback in self.on_leave:
+                    callback(peer_id)
 
     @property
     def _lifetime(self) -> float:
@@ -155,10 +204,14 @@ class Roster:
         """Drop who has not beaten for a lifetime, by this peer's own clock: clocks of peers may disagree."""
         limit = time.monotonic() - self._lifetime
         for peer_id in [peer for peer, arrived in self._arrived.items() if arrived < limit]:
-            self._table.pop(peer_id, None)
-            for known in (self._arrived, self._suspects, self._heard, self._unanswered, self._refusals):
-                known.pop(peer_id, None)
-            self.changed.set()
+            self._forget(peer_id)
+
+    def _forget(self, peer_id: str) -> None:
+        self._table.pop(peer_id, None)
+        self._sealed.pop(peer_id, None)
+        for known in (self._arrived, self._suspects, self._heard, self._unanswered, self._refusals):
+            known.pop(peer_id, None)
+        self.changed.set()
 
     async def announce(self, state: str) -> None:
         """Change this peer's state and tell the others at once, not only with the next heartbeat."""
@@ -170,9 +223,8 @@ class Roster:
         await asyncio.gather(self.beat(), *(self._tell(peer) for peer in others))
 
     async def _tell(self, peer_id: str) -> None:
-        record = encode(asdict(replace(self.mine, updated_at=get_dht_time())))
         try:
-            await self._rpc.call(peer_id, "beat", {"record": record}, timeout=2.0)
+            await self._rpc.call(peer_id, "beat", {"record": self._seal_mine()}, timeout=2.0)
         except (PeerUnreachable, ProtocolError):
             return  # the DHT tells it later
 
@@ -244,6 +296,8 @@ class Roster:
         asked_since = self._unanswered.setdefault(peer_id, started)
         try:
             await self._rpc.call(peer_id, "ping", {}, timeout=self._settings.silence_s / 2)
+        except AccessRefused:
+            return False  # its invitation has ended: as good as gone
         except ProtocolError:
             pass  # an answer, even if not one that we like
         except PeerUnreachable:

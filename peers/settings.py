@@ -34,6 +34,8 @@ class NetworkSettings:
     state_mbit: float = 1000.0  # Mbit/s that all of them together may take; 0: no limit
     state_share: float = 0.25  # of the rate that the link has shown that they may take while a round exchanges tensors
     max_round_bytes: int = 8 << 30  # the largest payload that is accepted from a member
+    run_key: str | None = None  # of a closed run, for its owner: private key file, made when missing
+    invitation: str | None = None  # to a closed run: the line itself, or a file that holds it
     relay: bool = False  # look for libp2p relays, for peers behind NAT
     peer_cache: str | None = None  # folder in which peers seen are remembered for a later start; None: nowhere
     socket_folder: str | None = None  # for p2pd's unix sockets; None: a temporary one, removed at exit

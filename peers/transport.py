@@ -58,7 +58,7 @@ class Bulk(ServicerBase):
         self._rpc.handle("endpoint", self._describe_endpoint)
 
     def handle(self, kind: str, handler: StreamHandler) -> None:
-        """Serve streams whose header says `kind`."""
+        """Serve streams of replicas whose header says `kind`."""
         self._handlers[kind] = handler
 
     async def close(self) -> None:
@@ -69,7 +69,9 @@ class Bulk(ServicerBase):
         self, peer_id: str, kind: str, header: Message, outgoing: AsyncIterator[bytes]
     ) -> AsyncGenerator[bytes, None]:
         """Send `outgoing` to a peer and yield what it sends back; raises PeerUnreachable when the stream breaks."""
-        messages = self._with_header(encode({**header, "kind": kind}), outgoing)
+        await self._rpc.make_known(peer_id, timeout=self._settings.silence_s)
+        header = {**header, "kind": kind, "credential": self._rpc.access.credential}
+        messages = self._with_header(encode(header), outgoing)
         endpoint = await self._endpoint(peer_id)
         if endpoint is not None:
             replies = self._direct.open(endpoint, messages)
@@ -160,6 +162,7 @@ class Bulk(ServicerBase):
             header = decode(await asyncio.wait_for(anext(iterator), self._settings.stall_s))
         except (StopAsyncIteration, TimeoutError) as error:
             raise ProtocolError("stream without a header") from error
+        self._rpc.access.check(sender, field(header, "credential", bytes), takes_part=True)
         kind = field(header, "kind", str)
         handler = self._handlers.get(kind)
         if handler is None:

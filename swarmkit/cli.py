@@ -33,6 +33,12 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Invite = Annotated[
+    str | None,
+    typer.Option(
+        "--invite", help="Invitation to a closed run, or a file that holds it; the latter does not show in `ps`."
+    ),
+]
 Address = Annotated[
     str,
     typer.Argument(
@@ -101,6 +107,7 @@ def join(
     address: Address,
     overrides: Overrides = None,
     name: Annotated[str | None, typer.Option(help="Name of the run, when the address knows several.")] = None,
+    invite: Invite = None,
 ) -> None:
     """Join a run: fetch its configuration and its state from the peers, then train with them.
 
@@ -117,11 +124,40 @@ def join(
     from swarmkit import peer
 
     settings = [override for override in overrides or [] if override not in more]
-    raise typer.Exit(peer.join(addresses, settings, name=name))
+    raise typer.Exit(peer.join(addresses, settings, name=name, invitation=invite))
+
+
+@app.command("invite")
+def invite_guest(
+    guest: Annotated[str, typer.Argument(help="Name of whoever is invited, by which it can be revoked.")],
+    overrides: Overrides = None,
+    role: Annotated[str, typer.Option(help="replica, bootstrap (keeps the DHT up) or observer (status).")] = "replica",
+    days: Annotated[float, typer.Option(min=0.0, help="How long it is good for.")] = 30.0,
+    peer: Annotated[str | None, typer.Option(help="The only peer id that may use it.")] = None,
+    to: Annotated[str | None, typer.Option(help="File to write it to, instead of printing it.")] = None,
+    revoke: Annotated[bool, typer.Option("--revoke", help="Revoke the guest's invitations up to now.")] = False,
+    at: Annotated[str | None, typer.Option(help="With --revoke: a peer of the run, to tell everybody now.")] = None,
+) -> None:
+    """Invite somebody to a closed run, with the run key that `start network.closed=true` made.
+
+    Examples:
+
+        swarmkit invite alice name=mine
+
+        swarmkit invite alice --days 7 --to alice.invite name=mine network.run_key=mine.run-key
+
+        swarmkit invite --revoke alice name=mine
+    """
+    from swarmkit.invite import invite, revoke_guest
+
+    if revoke:
+        revoke_guest(guest, overrides or [], addresses=_addresses(at) if at else [])
+    else:
+        invite(guest, overrides or [], role=role, days=days, peer_id=peer, file=to)
 
 
 @app.command()
-def bootstrap(overrides: Overrides = None) -> None:
+def bootstrap(overrides: Overrides = None, invite: Invite = None) -> None:
     """Keep a run's DHT up without training: an address that stays when trainers come and go.
 
     Example:
@@ -133,7 +169,7 @@ def bootstrap(overrides: Overrides = None) -> None:
     config = load_config(overrides or [])
     from swarmkit import peer
 
-    raise typer.Exit(peer.bootstrap(config))
+    raise typer.Exit(peer.bootstrap(config, invitation=invite))
 
 
 @app.command()
@@ -141,6 +177,7 @@ def status(
     address: Address,
     name: Annotated[str | None, typer.Option(help="Name of the run, when the address knows several.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one object with a list of peers.")] = False,
+    invite: Invite = None,
 ) -> None:
     """Show the peers of a run, from their heartbeats.
 
@@ -150,7 +187,7 @@ def status(
     """
     from swarmkit.status import show_status
 
-    show_status(_addresses(address), name=name, as_json=json)
+    show_status(_addresses(address), name=name, as_json=json, invitation=invite)
 
 
 @app.command()

@@ -15,19 +15,23 @@ Exception
 |   |   `-- DaemonFailed  this machine's p2pd cannot start
 |   |-- PeerUnreachable   a peer could not be called
 |   `-- ProtocolError     a peer sent what the protocol does not allow
+|       `-- AccessRefused a peer of a closed run without a valid invitation
 |-- TrainingDiverged      the loss is not a number any more
 `-- ValueError
     |-- ConfigError       a setting that cannot work: key, value, reason
     |   `-- AddressError  what was given as a peer's address is none
     |-- CheckpointError   a checkpoint that is missing, incomplete or corrupt
-    `-- DataError         a data source that is missing, empty or malformed
+    |-- DataError         a data source that is missing, empty or malformed
+    `-- KeyFileError      a file with a private key that cannot be used
 """
 
 from swarmkit.optim.errors import RoundFailed, SwarmError
 from swarmkit.peers.errors import (
+    AccessRefused,
     ClosedPort,
     DaemonFailed,
     JoinFailed,
+    KeyFileError,
     NoAnswer,
     NotAPeer,
     NotInvited,
@@ -40,6 +44,7 @@ from swarmkit.peers.errors import (
 )
 
 __all__ = [
+    "AccessRefused",
     "AddressError",
     "CheckpointError",
     "ClosedPort",
@@ -47,6 +52,7 @@ __all__ = [
     "DaemonFailed",
     "DataError",
     "JoinFailed",
+    "KeyFileError",
     "NoAnswer",
     "NotAPeer",
     "NotInvited",

@@ -3,12 +3,14 @@
 from enum import IntEnum
 
 from swarmkit.errors import (
+    AccessRefused,
     AddressError,
     CheckpointError,
     ClosedPort,
     ConfigError,
     DaemonFailed,
     DataError,
+    KeyFileError,
     NoAnswer,
     NotAPeer,
     NotInvited,
@@ -54,12 +56,14 @@ CODES: dict[type[Exception], Exit] = {
     OtherVersion: Exit.other_version,
     UnknownRun: Exit.unknown_run,
     NotInvited: Exit.not_invited,
+    AccessRefused: Exit.not_invited,
     DaemonFailed: Exit.daemon,
     SwarmError: Exit.not_joined,
     AddressError: Exit.address,
     ConfigError: Exit.settings,
     CheckpointError: Exit.settings,
     DataError: Exit.settings,
+    KeyFileError: Exit.settings,
 }
 EXPECTED = tuple(CODES)
 

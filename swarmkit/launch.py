@@ -140,6 +140,7 @@ class LocalRun:
         folder = self.folder / f"peer-{slot}"
         arguments = {
             "config": config_to_json(_of_slot(self.config, slot)),
+            "published": config_to_json(self.config),
             "folder": str(folder),
             "slot": slot,
             "sockets": str(self._sockets),

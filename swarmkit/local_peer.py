@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swarmkit.config import config_from_json, config_to_json
+from swarmkit.config import config_from_json
 from swarmkit.errors import JoinFailed
 from swarmkit.link_sink import LinkSink
 from swarmkit.neighbours import Say
@@ -28,10 +28,11 @@ def local_peer(end: socket.socket, arguments: Mapping[str, Any]) -> int:
         corpus = open_data(config)
         addresses = _receive_addresses(link) if arguments["wants_addresses"] else []
         # Peers that live and die with this command are of no use to a later one.
-        settings = dataclasses.replace(config.network.settings(arguments["sockets"]), peer_cache=None)
+        settings = config.network.settings(arguments["sockets"], owner_of=config.name)
+        settings = dataclasses.replace(settings, peer_cache=None)
         node = Node.start(config.name, initial_peers=addresses, settings=settings)
         try:
-            node.publish_config(config_to_json(config))
+            node.publish_config(arguments["published"])
             link.send({"kind": "up", "addresses": node.addresses, "peer_id": node.peer_id}, patience=5.0)
             resume = arguments["resume"]
             place = Place(

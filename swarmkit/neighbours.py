@@ -103,7 +103,11 @@ class Neighbours(Surroundings):
         return next((record.state for record in self.node.table() if record.peer_id == peer_id), "gone")
 
     def may_go_on(self, report: RoundReport | None) -> bool:
-        """See Surroundings: fewer replicas than network.min_peers wait for more, as long as max_wait_s."""
+        """See Surroundings: fewer replicas than network.min_peers wait for more, as long as max_wait_s.
+
+        Raises NotInvited once this peer's invitation has ended: nobody meets it any more.
+        """
+        self.node.check_invited()
         if self.expected < 2 or report is None or len(report.members) >= self.expected:
             return True
         if len(self.active()) >= self.expected:

@@ -35,6 +35,8 @@ class NetworkConfig:
     announce: list[str] = field(default_factory=list)  # multiaddrs to tell others instead of those that libp2p sees
     initial_peers: list[str] = field(default_factory=list)  # addresses of peers of a run to join
     identity: str | None = None  # private key file; made when missing; none: a new identity each time
+    closed: bool = False  # only who holds an invitation, made with the run key, takes part or sees anything
+    run_key: str | None = None  # private key file of a closed run, made when missing; none: NAME.run-key
     transport: Transport = Transport.auto  # auto: gRPC where a peer can be reached directly, libp2p otherwise
     relay: bool = False  # look for libp2p relays, for peers behind NAT
     peer_cache: str = "auto"  # folder that remembers peers, for when no address answers; auto: the user's; none: off
@@ -71,6 +73,8 @@ class NetworkConfig:
                 f"network.silence_s={self.silence_s}: must be below network.round_timeout_s={self.round_timeout_s}, "
                 "or a dead member would only be noticed after its round has failed"
             )
+        if self.run_key is not None and not self.closed:
+            raise ValueError(f"network.run_key={self.run_key}: only a closed run has one; set network.closed=true")
         for address in self.initial_peers:
             try:
                 check_address(address)
@@ -82,8 +86,14 @@ class NetworkConfig:
             if "/tcp/0" in address:
                 raise ValueError(f"network.announce={address!r}: nobody can dial port 0; name the real one")
 
-    def settings(self, socket_folder: str | None = None) -> "NetworkSettings":
-        """What a Node takes."""
+    def key_file(self, run: str) -> str:
+        """Where the key of a closed run lies."""
+        return self.run_key or f"{run.replace('/', '_')}.run-key"
+
+    def settings(
+        self, socket_folder: str | None = None, *, owner_of: str | None = None, invitation: str | None = None
+    ) -> "NetworkSettings":
+        """What a Node takes; with a run's name that of its owner if it is closed, else with an invitation."""
         from swarmkit.peers.settings import NetworkSettings
 
         host, port = host_port("network.listen", self.listen)
@@ -93,6 +103,8 @@ class NetworkConfig:
             bulk_port=self.bulk_port,
             announce=list(self.announce),
             identity=self.identity,
+            run_key=self.key_file(owner_of) if self.closed and owner_of is not None and invitation is None else None,
+            invitation=invitation,
             transport=self.transport,
             relay=self.relay,
             peer_cache=cache_folder(self.peer_cache),

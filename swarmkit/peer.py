@@ -32,13 +32,16 @@ def start(config: Config, *, say: Say = print) -> int:
         if resume is not None:
             check_fit(resume, config)
         corpus, folder = open_data(config), make_run_folder(config)
-        settings = config.network.settings(sockets)
+        settings = config.network.settings(sockets, owner_of=config.name)
         node = Node.start(config.name, initial_peers=config.network.initial_peers, settings=settings)
         try:
             _tell_entry(node, say)
             _refuse_second_start(node)
             node.publish_config(config_to_json(config))
             say(f"run {config.name!r} is up; results in {folder}; join it with:\n    {_join_line(node)}")
+            if node.is_closed:
+                say(f"it is closed: invite others with `swarmkit invite GUEST name={config.name}`")
+                say(f"whoever has the run key owns the run; keep a copy of {settings.run_key}")
             place = Place(folder=folder / "peer-0", resume=resume, expected=config.network.min_peers)
             place.sinks = [ConsoleSink(say, config.steps)]
             result.code = train(node, config, corpus, place, leaving, say)
@@ -48,10 +51,17 @@ def start(config: Config, *, say: Say = print) -> int:
     return result.code
 
 
-def join(addresses: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None, say: Say = print) -> int:
+def join(
+    addresses: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    invitation: str | None = None,
+    say: Say = print,
+) -> int:
     """Enter a run: its configuration and state come from the swarm; `overrides` are for what is this machine's own.
 
-    `name` chooses the run where the address knows several.
+    `name` chooses the run where the address knows several; a closed one wants an `invitation`, or a file that has it.
     """
     with told_errors(say) as result:
         files, others = split_paths(overrides)
@@ -59,7 +69,8 @@ def join(addresses: Sequence[str], overrides: Sequence[str] = (), *, name: str |
         leaving = Leaving(own.network.drain_timeout_s)
         leaving.install()
         with socket_folder(leaving) as sockets:
-            node = Node.start(name, initial_peers=addresses, settings=own.network.settings(sockets), existing=True)
+            settings = own.network.settings(sockets, owner_of=name, invitation=invitation)
+            node = Node.start(name, initial_peers=addresses, settings=settings, existing=True)
             try:
                 _tell_entry(node, say)
                 config = with_paths(_adapt(_read_config(node), own), files)
@@ -75,12 +86,18 @@ def join(addresses: Sequence[str], overrides: Sequence[str] = (), *, name: str |
     return result.code
 
 
-def bootstrap(config: Config, *, say: Say = print) -> int:
-    """Keep a run's DHT up without training, until a signal comes."""
+def bootstrap(config: Config, *, invitation: str | None = None, say: Say = print) -> int:
+    """Keep a run's DHT up without training, until a signal comes.
+
+    For a closed run it holds the run key, or an `invitation` and the address of a peer that is up.
+    """
+    if invitation is not None and not config.network.initial_peers:
+        raise ConfigError("network.initial_peers: an invitation is to a run that is up, name one of its peers")
     leaving = Leaving(config.network.drain_timeout_s)
     leaving.install()
     with told_errors(say) as result, socket_folder(leaving) as sockets:
-        settings, known = config.network.settings(sockets), config.network.initial_peers
+        settings = config.network.settings(sockets, owner_of=config.name, invitation=invitation)
+        known = config.network.initial_peers
         node = Node.start(config.name, initial_peers=known, settings=settings, role="bootstrap")
         try:
             _tell_entry(node, say)
@@ -127,7 +144,7 @@ def _refuse_second_start(node: Node) -> None:
 
 
 def _join_line(node: Node) -> str:
-    return f"swarmkit join {node.addresses[0]}"
+    return f"swarmkit join {node.addresses[0]}" + (" --invite INVITATION" if node.is_closed else "")
 
 
 def _own_settings(addresses: Sequence[str], overrides: Sequence[str]) -> Config:
@@ -148,6 +165,7 @@ def _adapt(published: Config, own: Config) -> Config:
     network = dataclasses.replace(
         own.network,
         pace=run.pace,
+        closed=run.closed,
         min_peers=run.min_peers,
         max_wait_s=run.max_wait_s,
         round_timeout_s=run.round_timeout_s,

@@ -16,9 +16,10 @@ from swarmkit.peers.roster import PeerRecord
 from swarmkit.peers.settings import NetworkSettings
 
 
-def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool) -> None:
-    """Print the peers of a run; raises JoinFailed when the address leads nowhere."""
-    node = Node.start(name, initial_peers=addresses, settings=_settings(addresses), role="observer")
+def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool, invitation: str | None = None) -> None:
+    """Print the peers of a run; raises JoinFailed when the address leads nowhere or the run does not let this in."""
+    settings = observer_settings(addresses, invitation=invitation)
+    node = Node.start(name, initial_peers=addresses, settings=settings, role="observer")
     for note in node.entry.notes:
         print(note, file=sys.stderr)
     try:
@@ -35,10 +36,17 @@ def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool) ->
             console.print(f"{record.peer_id[-6:]}: swarmkit join {record.address}", markup=False, soft_wrap=True)
 
 
-def _settings(addresses: Sequence[str]) -> NetworkSettings:
+def observer_settings(
+    addresses: Sequence[str], *, invitation: str | None = None, run_key: str | None = None
+) -> NetworkSettings:
     """An observer listens where it can be answered: on loopback only for a run on loopback."""
     local = all("/127.0.0.1/" in address for address in addresses)
-    return NetworkSettings(host="127.0.0.1" if local else "0.0.0.0", peer_cache=str(default_folder()))
+    return NetworkSettings(
+        host="127.0.0.1" if local else "0.0.0.0",
+        peer_cache=str(default_folder()),
+        invitation=invitation,
+        run_key=run_key,
+    )
 
 
 def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:

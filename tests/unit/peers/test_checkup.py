@@ -36,7 +36,7 @@ class FakeRpc:
     def __init__(self) -> None:
         self.handlers: dict[str, Handler] = {}
 
-    def handle(self, method: str, handler: Handler) -> None:
+    def handle(self, method: str, handler: Handler, *, onlookers: bool = False) -> None:
         self.handlers[method] = handler
 
     def ask(self, caller: str, method: str, **message: object) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import pytest
 
 from swarmkit.peers import daemon_checks, node
 from swarmkit.peers.daemon_checks import check_binary, check_identity, check_port, check_socket_folder
-from swarmkit.peers.engine import P2P, P2PD_PATH
+from swarmkit.peers.engine import P2PD_PATH
 from swarmkit.peers.errors import DaemonFailed
+from swarmkit.peers.identity import Identity
 from swarmkit.peers.node import Node
 from swarmkit.peers.settings import NetworkSettings
 
@@ -73,11 +74,11 @@ def test_a_socket_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatc
 @pytest.fixture(scope="module")
 def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("identity") / "key"
-    P2P.generate_identity(str(path))
+    Identity.load_or_make(path)
     return path
 
 
-def test_an_identity_that_hivemind_wrote_is_taken(identity: Path, tmp_path: Path) -> None:
+def test_an_identity_is_taken_and_one_that_is_not_there_may_be_made(identity: Path, tmp_path: Path) -> None:
     check_identity(identity)
     check_identity(tmp_path / "not yet")
 
@@ -85,10 +86,12 @@ def test_an_identity_that_hivemind_wrote_is_taken(identity: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda data: b"", "the file is empty"),
-        (lambda data: data[:100], "or only a part"),
-        (lambda data: b"-----BEGIN OPENSSH PRIVATE KEY-----\n" + data, "no RSA private key of libp2p"),
-        (lambda data: bytes(70_000), "no RSA private key of libp2p"),
+        (lambda data: b"", "is empty"),
+        (lambda data: data[:50], "is damaged"),
+        (lambda data: data[:-1] + b"x", "two halves do not belong together"),
+        (lambda data: b"-----BEGIN OPENSSH PRIVATE KEY-----\n" + data, "holds no libp2p key"),
+        (lambda data: b"\x08\x00" + data, "holds an RSA key"),
+        (lambda data: bytes(70_000), "too large for a key"),
     ],
 )
 def test_a_damaged_identity_is_one_line_with_the_path_and_stays_as_it_is(
@@ -111,7 +114,7 @@ def test_an_identity_that_others_can_read_or_nobody_can_is_refused(identity: Pat
     path.chmod(0o644)
     with pytest.raises(DaemonFailed, match="chmod 600"):
         check_identity(path)
-    with pytest.raises(DaemonFailed, match="cannot be read"):
+    with pytest.raises(DaemonFailed, match="is not a file"):
         check_identity(tmp_path)
     with pytest.raises(DaemonFailed, match="no folder in which it can be made"):
         check_identity(tmp_path / "none" / "key")

@@ -166,7 +166,7 @@ def test_other_causes_have_kinds_of_their_own(first: Node, monkeypatch: pytest.M
     first.announce("training")
     from swarmkit.peers import directory
 
-    first._thread.run(directory.announce_run(first._dht, "entry"), timeout=10)
+    first._thread.run(directory.announce_run(first._dht, "entry", first._access.identity), timeout=10)
     monkeypatch.setattr(directory, "PROTOCOL", directory.PROTOCOL + 1)
     assert type(refused(*first.addresses, existing=True)) is OtherVersion
 

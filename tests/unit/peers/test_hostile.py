@@ -14,6 +14,8 @@ from swarmkit.peers.coordinator import MAX_OPEN_ROUNDS
 from swarmkit.peers.engine import get_dht_time
 from swarmkit.peers.errors import ProtocolError
 from swarmkit.peers.node import Node
+from swarmkit.peers.records import seal
+from swarmkit.peers.roster import PURPOSE
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.wire import Message, encode
 
@@ -102,6 +104,7 @@ def test_a_heartbeat_from_the_future_does_not_hide_later_ones(scene: Scene) -> N
     first, second = scene.honest
     record = next(record for record in first.table() if record.peer_id == second.peer_id)
     for ahead in (1e300, get_dht_time() + 1e6):
-        forged = encode(asdict(replace(record, state="gone", updated_at=ahead)))
+        body = encode(asdict(replace(record, state="gone", updated_at=ahead)))
+        forged = seal(second._access.identity, PURPOSE, "scene", body)
         first._roster._accept(second.peer_id, forged)
     assert next(r for r in first.table() if r.peer_id == second.peer_id).state == "training"

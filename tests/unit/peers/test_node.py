@@ -189,7 +189,7 @@ def test_a_run_that_speaks_another_protocol_is_refused_with_both_numbers(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "PROTOCOL", directory.PROTOCOL + 1)
-    with pytest.raises(JoinFailed, match="protocol 1, this peer 2: upgrade swarmkit on the run"):
+    with pytest.raises(JoinFailed, match="protocol 2, this peer 3: upgrade swarmkit on the run"):
         Node.start(initial_peers=pair[0].addresses)
 
 

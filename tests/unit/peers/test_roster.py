@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from swarmkit.peers.access import Access
 from swarmkit.peers.errors import PeerUnreachable
+from swarmkit.peers.identity import Identity
 from swarmkit.peers.roster import PeerRecord, Roster
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.wire import Message
@@ -26,8 +28,9 @@ class FakeRpc:
     def __init__(self, fail: Callable[[], Awaitable[None]]) -> None:
         self.fail = fail
         self.calls = 0
+        self.access = Access(Identity.generate(), None)
 
-    def handle(self, method: str, handler: object) -> None:
+    def handle(self, method: str, handler: object, *, onlookers: bool = False) -> None:
         pass
 
     async def call(self, peer_id: str, method: str, message: Message, *, timeout: float) -> Message:

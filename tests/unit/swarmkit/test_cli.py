@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from swarmkit import __version__, cli
 from swarmkit.errors import CheckpointError, ConfigError, JoinFailed, TrainingDiverged
 
-COMMANDS = ["local", "start", "join", "bootstrap", "status", "doctor", "eval", "generate", "config"]
+COMMANDS = ["local", "start", "join", "invite", "bootstrap", "status", "doctor", "eval", "generate", "config"]
 PEER_ID = "QmTTSmGoWvbDzYNU4GSLsPUw8sk6xRZBN71BrEkQ2HxvVc"
 
 
@@ -141,7 +141,7 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code:
 def test_a_run_can_be_named_when_an_address_knows_several(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
-    def join(addresses: list[str], overrides: list[str], *, name: str | None) -> int:
+    def join(addresses: list[str], overrides: list[str], *, name: str | None, invitation: str | None) -> int:
         asked.append(name)
         return 0
 

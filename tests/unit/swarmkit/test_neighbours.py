@@ -40,6 +40,9 @@ class FakeNode:
         self.said.append(values)
         self.mine = replace(self.mine, **values)
 
+    def check_invited(self) -> None:
+        pass
+
     def announce(self, state: str) -> None:
         self.mine = replace(self.mine, state=state)
 

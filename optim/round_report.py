@@ -15,6 +15,7 @@ class RoundReport:
     window: int  # H: inner steps since the last round
     members: tuple[str, ...] = ()
     weight: float = 0.0  # what this peer contributed with
+    weights: tuple[float, ...] = ()  # with what each member did, aligned with members
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0  # how long the round took
@@ -33,6 +34,7 @@ class RoundReport:
         return replace(
             self,
             members=stats.members,
+            weights=stats.weights,
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
             seconds=stats.seconds,

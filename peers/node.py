@@ -42,6 +42,7 @@ from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.run_config import PURPOSE as CONFIGURATION
 from swarmkit.peers.run_config import RunConfig, config_key
 from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.shares import Shares
 from swarmkit.peers.state import Provider, StateServer, Version
 from swarmkit.peers.transfer import Progress
 from swarmkit.peers.transport import Bulk
@@ -251,6 +252,15 @@ class Node:
             return self._thread.run(work, timeout=timeout)
         except TimeoutError as error:
             raise JoinFailed(f"{failed}: the DHT did not answer within {timeout:.0f} s") from error
+
+    def shares(self) -> Shares:
+        """What the peers of this run, gone ones too, have told of the data that they learnt from."""
+        self._ask(self._ask_for_shares(), self.settings.startup_timeout_s, "the shares of the data could not be read")
+        return self._roster.shares
+
+    async def _ask_for_shares(self) -> None:
+        others = [record.peer_id for record in self._roster.table() if record.peer_id != self.peer_id]
+        await self._roster.shares.ask(others)
 
     def wait_for_peers(self, count: int, *, timeout: float) -> bool:
         """Wait until `count` active replicas are known, this one included; False when the time is up."""

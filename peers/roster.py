@@ -15,6 +15,7 @@ from swarmkit.peers.errors import AccessRefused, PeerUnreachable, ProtocolError
 from swarmkit.peers.records import seal, unseal
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.shares import SharesExchange
 from swarmkit.peers.wire import Message, decode, encode, field
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class PeerRecord:
     joined_at: float = 0.0  # DHT time at which the peer entered the run; orders peers, nothing else
     updated_at: float = 0.0  # DHT time of this heartbeat
     slot: int = -1  # which share of the data the peer draws; -1: none
+    data_from: int = 0  # the first sample of that share, through all epochs, which is this peer's
+    data_to: int = 0  # up to where closed rounds have taken its samples
     round: int = 0
     step: int = 0
     samples: int = 0
@@ -112,6 +115,7 @@ class Roster:
         rpc.handle("beat", self._on_beat, onlookers=True)
         self._access.on_revoked.append(self._drop_revoked)
         self.on_leave: list[Callable[[str], None]] = []
+        self.shares = SharesExchange(rpc)
 
     # -- heartbeats ----------------------------------------------------------------------------------------------------
 
@@ -171,6 +175,7 @@ class Roster:
             while len(self._newest) > MAX_REMEMBERED:
                 self._newest.popitem(last=False)
             self._arrived[peer_id] = time.monotonic()
+            self.shares.hear(peer_id, record.slot, record.data_from, record.data_to)
             if known is None or known.state != record.state:
                 self.changed.set()
 

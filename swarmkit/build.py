@@ -34,6 +34,11 @@ class Together:
         self._turn = (self._turn + 1) % len(self._streams)
         return batch
 
+    @property
+    def position(self) -> int:
+        """See Source."""
+        return sum(stream.position for stream in self._streams)
+
     def state(self) -> Mapping[str, Any]:
         """See Source."""
         return {"turn": self._turn, "streams": [dict(stream.state()) for stream in self._streams]}

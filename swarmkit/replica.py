@@ -138,10 +138,13 @@ class _Replica:
             slot=slot,
         )
         trainer.stop = self.stop
+        if self.place.resume is None and (mark := self.node.shares().mark(slot)) is not None:
+            trainer.take_over(mark)
         self.leaving.ready(self.stop.set, collective.close)
         if self.place.resume is not None:
             trainer.resume(checkpoint.load(self.place.resume), exactly=self.place.exactly)
             self.say(f"resumed {self.place.resume} at step {trainer.optimizer.step_count}")
+        self.node.heartbeat(data_from=trainer.ledger.first, data_to=trainer.ledger.mark)
         self.events.emit(
             "run_start",
             id=self.node.peer_id,
@@ -149,6 +152,8 @@ class _Replica:
             version=__version__,
             steps=self.config.steps,
             slot=slot,
+            slots=self.config.peers,
+            data_from=trainer.ledger.first,
             parameters=sum(tensor.numel() for tensor in trainer.optimizer.anchor().values()),
             tokens=trainer.tokens,
             tokens_per_step=trainer.tokens_per_step,
@@ -156,7 +161,7 @@ class _Replica:
         code = self._begin(trainer)
         if code is not None:
             return code
-        return self._report(trainer.run())
+        return self._report(trainer.run(), redrawn=trainer.ledger.redrawn)
 
     def _begin(self, trainer: Trainer) -> int | None:
         """Enter the run; an exit code when that was not possible."""
@@ -171,7 +176,7 @@ class _Replica:
         self.say(f"training from step {trainer.optimizer.step_count} of {self.config.steps}")
         return None
 
-    def _report(self, outcome: Outcome) -> int:
+    def _report(self, outcome: Outcome, *, redrawn: int) -> int:
         if outcome.finished and not outcome.left_behind:
             self.neighbours.linger()
         fields: dict[str, object] = {
@@ -182,6 +187,7 @@ class _Replica:
             "round": outcome.round,
             "digest": outcome.digest,
             "tokens": outcome.tokens,
+            "redrawn": redrawn,
             "bytes_sent": self.node.bytes_sent,
             "bytes_received": self.node.bytes_received,
         }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from swarmkit.events import PeerEvents, bytes_per_token, final_digests, read_run
 from swarmkit.plots import HOW_TO_INSTALL, draw_plots
+from swarmkit.shares import read_data
 
 REPORT = "report.md"
 
@@ -18,6 +19,7 @@ def write_report(folder: Path) -> Path:
     lines = [f"# Run {folder.name}", ""]
     lines += _outcome(peers, baseline)
     lines += _peer_table(peers)
+    lines += _data(peers)
     lines += _allocation(peers)
     lines += _failures(peers)
     lines += _plots(folder, peers, baseline)
@@ -89,6 +91,24 @@ def _peer_table(peers: Sequence[PeerEvents]) -> list[str]:
             *(f"{share / whole:.0%}" for share in shares),
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _data(peers: Sequence[PeerEvents]) -> list[str]:
+    """What became of the samples, slot by slot."""
+    record = read_data(peers)
+    if not record.slots and not record.extra:
+        return []
+    total = record.total
+    told = f"{total.learnt:,} samples learnt, {total.lost:,} lost, {total.doubled:,} doubled"
+    if record.extra:
+        told += f"; {record.extra:,} more by peers beyond the {max(record.slots, default=0) + 1} that were planned"
+    if record.redrawn:
+        told += f"; {record.redrawn:,} drawn in vain and drawn again"
+    lines = ["## Data", "", f"{told}.", "", "| slot | held by | learnt | lost | doubled |", "|---|---|---|---|---|"]
+    for slot, found in record.slots.items():
+        held = ", ".join(f"`{peer_id[-8:]}`" for peer_id in record.claims[slot])
+        lines.append(f"| {slot} | {held} | {found.learnt:,} | {found.lost:,} | {found.doubled:,} |")
     return [*lines, ""]
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from swarmkit.peers.node import Node
 from swarmkit.peers.peer_cache import default_folder
 from swarmkit.peers.roster import PeerRecord
 from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.shares import Coverage, cover
 
 
 def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool, invitation: str | None = None) -> None:
@@ -25,15 +26,25 @@ def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool, in
     try:
         records = node.refresh()
         run = node.run
+        slots = cover(node.shares().of_peer.values())
     finally:
         node.close()
     if as_json:
-        print(json.dumps({"run": run, "peers": [asdict(record) for record in records]}))
+        data = {str(slot): asdict(found) for slot, found in slots.items()}
+        print(json.dumps({"run": run, "peers": [asdict(record) for record in records], "data": data}))
     else:
         console = Console()
         console.print(table(run, records, now=time.time()))
+        if slots:
+            console.print(tell_data(slots), markup=False)
         for record in [record for record in records if record.address and record.is_active][:3]:
             console.print(f"{record.peer_id[-6:]}: swarmkit join {record.address}", markup=False, soft_wrap=True)
+
+
+def tell_data(slots: Mapping[int, Coverage]) -> str:
+    """What became of the samples, as far as heartbeats say."""
+    counts = [sum(getattr(found, name) for found in slots.values()) for name in ("learnt", "lost", "doubled")]
+    return "data: {:,} samples learnt, {:,} lost, {:,} doubled".format(*counts) + f", in {len(slots)} slots"
 
 
 def observer_settings(

@@ -17,6 +17,11 @@ class Source(Protocol):
         """Draw the next batch."""
         ...
 
+    @property
+    def position(self) -> int:
+        """Samples that come before the next one, through all epochs."""
+        ...
+
     def state(self) -> Mapping[str, Any]:
         """The position, as JSON."""
         ...

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from swarmkit import checkpoint
 from swarmkit.config import Config, config_to_json
 from swarmkit.data.corpus import Batch, Corpus
+from swarmkit.data.ledger import Ledger
 from swarmkit.errors import RoundFailed, SwarmError, TrainingDiverged
 from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
@@ -24,6 +25,7 @@ from swarmkit.optim.synced import RoundReport, SyncedOptimizer
 from swarmkit.peers.attach import PAUSES_S, not_adopted
 from swarmkit.strategy import clips_itself
 from swarmkit.surroundings import Events, Source, Surroundings
+from swarmkit.taken import samples_taken
 from swarmkit.training_state import State, collect, resume_exactly, resume_shared
 
 
@@ -40,6 +42,11 @@ class Outcome:
     rounds_closed: int  # that gave a result, with others in it unless the run has one peer
     score: Score | None  # None: another member of the last round evaluates
     sample: str
+
+
+def _bare(position: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's position as the source told it."""
+    return {name: value for name, value in position.items() if name != "pending"}
 
 
 class _Stopwatch:
@@ -99,6 +106,8 @@ class Trainer:
         self._rounds_closed = 0
         self._allocation: list[TensorChoice] = []  # what was told last
         self._samples = 0
+        self.ledger = Ledger()
+        self.ledger.begin(source.position)
         self._evaluated_at = self._saved_at = self._logged_at = 0
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
@@ -112,13 +121,17 @@ class Trainer:
             resume_exactly(self.model, self.optimizer, state)
             self.source.load(state[1]["data"])
             self.tokens = int(state[1].get("tokens", 0))
+            # Work that no round had taken yet is in the optimizer's state; a share cut anew begins here.
+            pending = int(state[1]["data"].get("pending", 0)) if self.source.state() == _bare(state[1]["data"]) else 0
+            self.ledger.resume(max(0, self.source.position - pending), self.source.position)
         else:
             resume_shared(self.optimizer, state)
             try:
                 self.source.load(state[1]["data"])
             except (ValueError, KeyError):
                 # Shares of the data differ in size: another peer's position need not exist in this one's.
-                self._seek()
+                self.source.seek(self.optimizer.step_count * self.config.batch_size * self.config.accumulate)
+            self.ledger.begin(self.source.position)
         self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
 
     def join(self, *, observe: bool = True) -> None:
@@ -145,7 +158,8 @@ class Trainer:
     def _adopt(self, tensors: dict[str, Tensor], meta: Mapping[str, Any], *, observe: bool) -> None:
         self.optimizer.load_snapshot(tensors, meta)
         self._losses.clear()
-        self._seek()
+        # What was drawn since the last round is part of nothing any more: it is drawn again.
+        self.source.seek(self.ledger.give_up())
         if observe and self.optimizer.step_count < self.config.steps:
             self._set_learning_rate()
             step = self.optimizer.step_count + (meta.get("window") or 1)
@@ -153,9 +167,10 @@ class Trainer:
             self.optimizer.observe_round()
         self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
 
-    def _seek(self) -> None:
-        """Go to where a peer that drew every step's samples of this share would be."""
-        self.source.seek(self.optimizer.step_count * self.config.batch_size * self.config.accumulate)
+    def take_over(self, position: int) -> None:
+        """Draw this share from here on: whoever had it before has learnt what comes earlier."""
+        self.source.seek(position)
+        self.ledger.begin(position)
 
     @property
     def tokens_per_step(self) -> int:
@@ -221,6 +236,7 @@ class Trainer:
             self._losses.append((self.optimizer.step_count + 1, loss.detach()))
             self.optimizer.samples += len(inputs)
             self._samples += len(inputs)
+            self.ledger.draw(len(inputs))
             self._watch.tokens += targets.numel()
             self.tokens += targets.numel()
         self._watch.compute += time.perf_counter() - started
@@ -283,10 +299,13 @@ class Trainer:
         # Hashing the anchor costs as much as a small step: too much where every step is a round.
         cheap = report.window > 1 or report.step % self.config.log.every == 0
         digest = self.optimizer.digest() if cheap else ""
-        fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
-        self.events.emit("round", digest=digest, **fields)
+        taken = samples_taken(self.config, report, pending=self.ledger.position - self.ledger.mark)
+        self.ledger.learn(taken.mine)
+        data = {"data_from": self.ledger.first, "data_to": self.ledger.mark}
+        fields = {name: getattr(report, name) for name in report.__dataclass_fields__} | data
+        self.events.emit("round", digest=digest, samples_per_weight=taken.per_weight, **fields)
         self._tell_allocation()
-        self._around.report(round=report.round + 1, step=report.step, **({"digest": digest} if digest else {}))
+        self._around.report(round=report.round + 1, step=report.step, **data, **({"digest": digest} if digest else {}))
 
     def _tell_allocation(self) -> None:
         """Say what L-GreCo sends each tensor with, when that has changed."""
@@ -351,7 +370,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of this peer; raises OSError when the disk is full or cannot be written."""
         self._check_losses()
-        tensors, meta = collect(self.model, self.optimizer, self.source.state())
+        pending = self.ledger.position - self.ledger.mark
+        tensors, meta = collect(self.model, self.optimizer, {**self.source.state(), "pending": pending})
         # With its configuration and what the data look like, a checkpoint can be used without the run that made it.
         meta |= {"tokens": self.tokens, "config": config_to_json(self.config), "spec": asdict(self.corpus.spec)}
         path = checkpoint.save(self._checkpoints, tensors, meta, keep=self.config.checkpoint.keep)

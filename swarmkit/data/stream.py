@@ -86,6 +86,11 @@ class Stream:
             raise ValueError(f"samples={samples}: must not be negative")
         self._go_to(*divmod(samples, self._count))
 
+    @property
+    def position(self) -> int:
+        """Samples of this share that come before the next one, through all epochs."""
+        return self._epoch * self._count + self._sample
+
     def state(self) -> Position:
         """The position, for a checkpoint."""
         return Position(epoch=self._epoch, sample=self._sample, slots=self._slots)

@@ -63,6 +63,8 @@ class Command:
                     MARK: self.mark,
                     "TMPDIR": str(self.temporary),
                     "XDG_CACHE_HOME": str(folder / "cache"),
+                    # Or each command would look through all fonts for its report, which takes many seconds.
+                    "MPLCONFIGDIR": os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib")),
                     "OMP_NUM_THREADS": "1",
                 },
                 start_new_session=True,

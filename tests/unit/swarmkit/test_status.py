@@ -9,6 +9,7 @@ from rich.console import Console
 from swarmkit import status
 from swarmkit.peers.entry import Entry
 from swarmkit.peers.roster import PeerRecord
+from swarmkit.peers.shares import Range, Shares
 from swarmkit.status import show_status, table
 
 PEER = PeerRecord(
@@ -75,6 +76,14 @@ class FakeNode:
     def __init__(self) -> None:
         self.closed = False
 
+    def shares(self) -> Shares:
+        told = Shares()
+        told.note("a", Range(0, 0, 100))
+        told.note("b", Range(0, 90, 150))
+        told.note("c", Range(1, 0, 7))
+        told.note("d", Range(1, 10, 20))
+        return told
+
     def refresh(self) -> list[PeerRecord]:
         return [PEER]
 
@@ -89,8 +98,15 @@ def test_json_is_one_object_with_every_field(
     monkeypatch.setattr(status.Node, "start", lambda *args, **kwargs: node)
     show_status(["/ip4/127.0.0.1/tcp/1/p2p/Qm"], name=None, as_json=True)
     said = json.loads(capsys.readouterr().out)
-    assert said == {"run": "demo", "peers": [dataclasses.asdict(PEER)]}
+    data = {"0": {"learnt": 150, "lost": 0, "doubled": 10}, "1": {"learnt": 17, "lost": 3, "doubled": 0}}
+    assert said == {"run": "demo", "peers": [dataclasses.asdict(PEER)], "data": data}
     assert node.closed
+
+
+def test_lost_and_doubled_samples_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(status.Node, "start", lambda *args, **kwargs: FakeNode())
+    show_status(["/ip4/127.0.0.1/tcp/1/p2p/Qm"], name=None, as_json=False)
+    assert "data: 167 samples learnt, 3 lost, 10 doubled, in 2 slots" in capsys.readouterr().out
 
 
 def test_values_stand_under_their_titles() -> None:

@@ -213,8 +213,10 @@ def test_a_peer_that_joins_goes_on_in_its_share_of_the_data(tmp_path: Path) -> N
         first.step()
     donor = Donor(first.optimizer.snapshot)
     joiner = small_trainer(config, LocalSwarm(1).collectives[0], 0, tmp_path / "joiner", surroundings=donor)
+    joiner.take_over(first.ledger.mark)
     joiner.join(observe=False)
     assert joiner.source.state() == first.source.state()
+    assert first.ledger.mark == 64
 
 
 def test_a_run_resumed_on_another_number_of_peers_does_not_begin_its_data_anew(tmp_path: Path) -> None:

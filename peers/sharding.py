@@ -15,6 +15,11 @@ from swarmkit.peers.transport import Bulk, Traffic
 
 # Before a message its size: what a codec makes of a slice is known to nobody else.
 _SIZE = struct.Struct("<Q")
+# Instead of a message, whose fault it is that there is none. Without it the stream would break, and who reads it would
+# blame the link to an owner that has done nothing wrong; with it all blame the same member, whoever is heard first. An
+# owner that lies here could as well lie in its own report.
+_REFUSAL = struct.Struct("<QI")
+_NO_SIZE = (1 << 64) - 1
 
 
 class ShardedReduction:
@@ -52,6 +57,9 @@ class ShardedReduction:
         tasks.append(asyncio.ensure_future(self._contribute()))
         try:
             await asyncio.gather(*tasks, asyncio.shield(self._mean))
+        except Blame as blame:
+            self._break(blame)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
@@ -94,7 +102,9 @@ class ShardedReduction:
             async for chunk in self._chunks(await asyncio.shield(self._mean)):
                 yield chunk
         except Blame as blame:
-            raise PeerUnreachable(blame.reason) from blame
+            if blame.is_link or blame.peer_id is None:
+                raise PeerUnreachable(blame.reason) from blame
+            yield _REFUSAL.pack(_NO_SIZE, self.agreement.members.index(blame.peer_id))
         finally:
             collector.cancel()
 
@@ -149,6 +159,8 @@ class ShardedReduction:
     async def _receive(self, member: int, incoming: AsyncIterator[bytes], limit: int) -> Tensor:
         """A message of at most `limit` bytes, whose size comes first: nothing larger is made room for."""
         head = await self._next(member, incoming)
+        if len(head) == _REFUSAL.size:
+            raise self._refused(member, *_REFUSAL.unpack(head))
         if len(head) != _SIZE.size or _SIZE.unpack(head)[0] > limit:
             size = _SIZE.unpack(head)[0] if len(head) == _SIZE.size else "no number of"
             raise self._rubbish(member, f"{size} bytes for a slice of {limit} at most")
@@ -169,6 +181,11 @@ class ShardedReduction:
             raise Blame(name, f"{name[-8:]} ended its stream early")
         self.traffic.received += len(chunk)
         return chunk
+
+    def _refused(self, member: int, no_size: int, culprit: int) -> Blame:
+        if no_size != _NO_SIZE or culprit >= len(self.agreement.members):
+            return self._rubbish(member, "a refusal that names no member")
+        return self._rubbish(culprit, f"what {self.agreement.members[member][-8:]} could not use")
 
     def _rubbish(self, member: int, what: str) -> Blame:
         name = self.agreement.members[member]

@@ -19,7 +19,7 @@ from swarmkit.shares import read_data
 from tests.multiprocess import draw_log
 from tests.multiprocess.harness_commands import SMALL, command
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def test_the_report_counts_what_was_drawn_with_a_kill_and_joins(

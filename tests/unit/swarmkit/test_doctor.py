@@ -226,7 +226,9 @@ def test_a_machine_is_examined_with_the_help_of_a_peer(tmp_path: Path, monkeypat
     result = json.loads(said[0])
     verdicts = {check["name"]: check["verdict"] for check in result["checks"]}
     names = {"versions", "disk", "p2pd", "device", "join", "announce", "clock", "link", "port", "mode"}
-    assert verdicts == dict.fromkeys(names, "ok"), result
+    # How fast a busy machine answers itself is no matter here.
+    assert verdicts.pop("link") in ("ok", "warn"), result
+    assert verdicts == dict.fromkeys(names - {"link"}, "ok"), result
     assert (code, result["exit_code"]) == (0, 0)
     assert result["seconds"] < 20
     assert any(line.startswith("fail  join") and f"answers as {peer.peer_id}" in line for line in said[1:])

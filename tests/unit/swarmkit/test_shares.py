@@ -209,6 +209,9 @@ def test_a_ledger_refuses_positions_that_cannot_be() -> None:
     ledger.resume(4, 9)
     ledger.learn(100)
     assert (ledger.first, ledger.mark) == (4, 9)
+    ledger.draw(3)
+    assert ledger.give_up() == ledger.position == 9
+    assert ledger.redrawn == 3
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from swarmkit.optim.collective import RoundKey
+from swarmkit.peers.backup import Arrivals
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.layout import Schema
 from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
-from swarmkit.peers.session import TICK_S, Arrival, Decision, Report, Session
+from swarmkit.peers.session import TICK_S, Arrival, Decision, Report, Session, wait_for_all
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.wire import Message, field, finite, is_weight
 
 REMEMBERED_ROUNDS = 256
 MAX_OPEN_ROUNDS = 64  # by one peer: fragments in flight, and none of a stranger who opens rounds without end
 UNREACHABLE = "the others meet at a coordinator that this peer cannot reach"
+MAX_NAMES = 64  # of rounds whose members' arrivals are remembered
 MAX_TIMEOUT_S = 24 * 3600.0
 
 
@@ -37,6 +39,7 @@ class Coordinator:
         self._decisions: OrderedDict[RoundKey, Decision] = OrderedDict()
         self._latest: dict[str, int] = {}  # round name -> highest index that was decided
         self._standing: dict[RoundKey, tuple[str, str]] = {}  # rounds that this peer is in: state and coordinator
+        self._history: dict[str, Arrivals] = {}  # round name -> when members came
         self._holds: dict[str, float] = {}  # joiner -> monotonic time until which rounds wait for it
         rpc.handle("meet", self._on_meet)
         rpc.handle("report", self._on_report)
@@ -95,6 +98,8 @@ class Coordinator:
         )
         self._roster.heard_from(caller)
         self._holds.pop(caller, None)
+        if self._settings.backup_workers and arrival.weight > 0:
+            self._note_arrival(key, caller)
         decided = self._decisions.get(key)
         if decided is not None:
             return decided.for_member(caller)
@@ -116,11 +121,21 @@ class Coordinator:
         session.is_contested = session.is_contested or field(message, "gave_up", bool)
         return await session.meet(caller, arrival)
 
+    def _note_arrival(self, key: RoundKey, caller: str) -> None:
+        if key.name not in self._history:
+            if len(self._history) >= MAX_NAMES:
+                return
+            self._history[key.name] = Arrivals()
+        self._history[key.name].note(key.index, caller, time.monotonic())
+
     def _session(self, key: RoundKey, caller: str, operation: str, timeout: float) -> Session:
         if key not in self._sessions:
             if sum(session.opener == caller for session, _ in self._sessions.values()) >= MAX_OPEN_ROUNDS:
                 raise ProtocolError(f"{MAX_OPEN_ROUNDS} rounds that this peer opened are still open")
-            session = Session(key, operation, timeout, self._roster, self._rpc, self._settings, self._find_elsewhere)
+            patience = self._history[key.name].patience if key.name in self._history else wait_for_all
+            session = Session(
+                key, operation, timeout, self._roster, self._rpc, self._settings, self._find_elsewhere, patience
+            )
             now = time.monotonic()
             session.opener = caller
             session.expected |= {peer for peer, until in self._holds.items() if until > now}

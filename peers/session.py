@@ -6,8 +6,9 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from swarmkit.optim.collective import RoundKey
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
@@ -39,6 +40,15 @@ class Arrival:
 
 # Asks peers about a round: how it ended elsewhere, or, unless `patient`, that they still meet elsewhere; else None.
 Elsewhere = Callable[[RoundKey, set[str], bool], Awaitable["Decision | None"]]
+
+
+# Of these members, how many a round needs, and how many seconds after the first it may then begin.
+Patience = Callable[[Sequence[str]], tuple[int, float]]
+
+
+def wait_for_all(members: Sequence[str]) -> tuple[int, float]:
+    """The patience of rounds without backup workers."""
+    return len(members), inf
 
 
 @dataclass(slots=True)
@@ -87,12 +97,16 @@ class Session:
         rpc: Rpc,
         settings: NetworkSettings,
         elsewhere: Elsewhere,
+        patience: Patience = wait_for_all,
     ) -> None:
-        """Open a round; `elsewhere` tells what living peers that did not come know of it."""
+        """Open a round.
+
+        `elsewhere` tells what living peers that did not come know of it, `patience` how many of its members it needs.
+        """
         self.key = key
         self.opener = ""  # the peer that came first
         self.is_contested = False  # opened by a member that had given another coordinator up
-        self._elsewhere = elsewhere
+        self._elsewhere, self._patience = elsewhere, patience
         self._timeout = timeout
         self.operation = operation
         self.decision: Decision | None = None
@@ -207,11 +221,22 @@ class Session:
                 raise asyncio.CancelledError  # all have withdrawn: it is as if nobody had come
             if self._has_contributors and left <= 0:
                 return await self._elsewhere(self.key, self._absent(), False)
-            await self._wait_change(min(TICK_S, max(0.05, left)))
+            patience = self._left_for_slow_members()
+            if patience <= 0:
+                return await self._elsewhere(self.key, self._absent(), False)
+            await self._wait_change(min(TICK_S, max(0.05, left), patience))
             await self._drop_dead(self._absent())
             if self.is_contested and (found := await self._elsewhere(self.key, self._absent(), True)):
                 return found
         return None
+
+    def _left_for_slow_members(self) -> float:
+        """Seconds until the round begins without its slowest members; infinite while too few are here."""
+        if not self._has_contributors or self.expected - set(self._arrivals) - self.gone:
+            return inf  # joiners are waited for
+        members = sorted(set(self._arrivals) | self._absent())
+        count, limit = self._patience(members)
+        return self._opened + limit - time.monotonic() if len(self._arrivals) >= count else inf
 
     async def _wait_change(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -28,6 +28,7 @@ class NetworkSettings:
     silence_s: float = 5.0  # a member that answers no ping for this long is taken for dead
     stall_s: float = 10.0  # a bulk stream without a message for this long is broken, unless its peer answers a ping
     startup_timeout_s: float = 30.0  # for p2pd to start and reach a bootstrap peer
+    backup_workers: bool = False  # begin rounds without the slowest members where all together then do more
     chunk_bytes: int = 1 << 19  # size of one message of a bulk stream
     max_state_bytes: int = 8 << 30  # the largest state that is accepted from a peer
     max_downloads: int = 6  # joiners that download the state from this peer at the same time; others wait or go on

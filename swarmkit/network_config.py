@@ -41,6 +41,7 @@ class NetworkConfig:
     relay: bool = False  # look for libp2p relays, for peers behind NAT
     peer_cache: str = "auto"  # folder that remembers peers, for when no address answers; auto: the user's; none: off
     pace: PaceRule = PaceRule.steps  # whose steps fill a window; the same on all peers
+    backup_workers: bool = False  # rounds begin without their slowest members where all together then do more
     min_peers: int = 1  # training starts when so many replicas are there
     max_wait_s: float = 600.0  # for min_peers, before giving up
     round_timeout_s: float = 30.0  # bounds a round
@@ -112,6 +113,7 @@ class NetworkConfig:
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
             stall_s=self.stall_s,
+            backup_workers=self.backup_workers,
             state_mbit=self.state_mbit,
             state_share=self.state_share,
             max_downloads=self.max_downloads,

@@ -361,3 +361,34 @@ def test_a_minority_of_those_who_were_here_does_not_close_a_round_alone(unheard:
         assert bool((await round.decision).attempt) == closes
 
     in_loop(scenario)
+
+
+def test_backup_workers_let_a_round_begin_without_the_slowest() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        round.session._patience = lambda members: (2, 0.3)
+        started = asyncio.get_running_loop().time()
+        begins = {peer: await met for peer, met in {peer: round.meet(peer) for peer in "ab"}.items()}
+        assert 0.25 < asyncio.get_running_loop().time() - started < 3
+        assert begins["a"]["members"] == ["a", "b"]
+        late = await round.meet("c")
+        assert late["missed"]
+        await finish(begins, round)
+
+    in_loop(scenario)
+
+
+def test_backup_workers_do_not_leave_out_a_joiner() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b"])
+        round.session._patience = lambda members: (2, 0.0)
+        round.session.expected = {"c"}
+        met = {peer: round.meet(peer) for peer in "ab"}
+        done, _ = await asyncio.wait(met.values(), timeout=0.7)
+        assert not done
+        met["c"] = round.meet("c", weight=0.0)
+        begins = {peer: await task for peer, task in met.items()}
+        assert len(begins["a"]["members"]) == 3
+        await finish(begins, round)
+
+    in_loop(scenario)

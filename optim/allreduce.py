@@ -78,6 +78,9 @@ class AllReduce(SyncedOptimizer):
     def _weight(self) -> float:
         return self._kept_weight + (self.samples if self.samples > 0 else 1.0)
 
+    def _local_work(self) -> list[Tensor] | None:
+        return None  # gradients at parameters that are replaced
+
     def _on_failure(self, offer: Offer) -> None:
         if offer.weight > 0:
             self._kept = [tensor.clone() for tensor in [*offer.tensors, offer.exact[0]]]

@@ -165,6 +165,9 @@ class DeMo(SyncedOptimizer):
         self.inner.step()
         return norm
 
+    def _local_work(self) -> list[Tensor] | None:
+        return None  # it is in the momentum, which stays
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def load_snapshot(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.errors import RoundFailed
@@ -171,6 +172,21 @@ class OverlappedOptimizer(FlyingOptimizer):
             torch._foreach_copy_(fragment.part.parameters, start)
             self._restart(fragment)
 
+    def _local_work(self) -> list[Tensor] | None:
+        if self._count > 1 or self._delay != 0:
+            return None
+        return [-moved for moved in self._fragments[0].progress()]
+
+    def _present_lineage(self) -> str:
+        return self._fragments[0].lineage
+
+    def _unsent(self) -> tuple[float, int]:
+        fragment = self._fragments[0]
+        return fragment.samples + self.samples, fragment.steps
+
+    def _resend(self, samples: float, steps: int) -> None:
+        self._fragments[0].samples, self._fragments[0].steps = samples, steps
+
     # -- the first and the last round --------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -198,8 +214,8 @@ class OverlappedOptimizer(FlyingOptimizer):
         if self._delay is None:
             self._restart(fragment)
 
-    def observe_round(self) -> None:
-        """Take part in the current round without contributing and adopt its result, after `load_snapshot`.
+    def observe_round(self, *, contribute: bool = False) -> None:
+        """Take part in the current round and adopt its result, after `load_snapshot`; see SyncedOptimizer.
 
         Of a state that lacked rounds under way it observes those instead. The step count then is that of the others.
         Of fragments, each contributes only from its first full window on. Raises RoundFailed when a round gave no
@@ -219,7 +235,7 @@ class OverlappedOptimizer(FlyingOptimizer):
         for index in missing or [self.round]:
             self.round = index
             observed.append(self._fragments[index % self._count])
-            self._launch(observed[-1], observe=True)
+            self._launch(observed[-1], observe=not contribute)
         if missing:
             self.round, self._synced_step, self._window = after
         reports = [self._land(fragment) for fragment in observed]

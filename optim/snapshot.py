@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("anchor", "outer", "buffer", "inner")
+ANCESTORS = 16  # rounds back that a peer is known to have come from
 OWN_KINDS = ("buffer", "inner")  # what differs between members of one round; the others are equal, bit for bit
 InnerState = dict[str, dict[str, Any]]
 
@@ -70,6 +71,13 @@ def read_lineage(found: object) -> str:
     if not isinstance(found, str) or len(found) > 64:
         raise ValueError(f"lineage {str(found)[:80]!r} is not a hash")
     return found
+
+
+def read_ancestors(found: object) -> list[str]:
+    """The lineages before a snapshot's, oldest first; raises ValueError for what is no list of hashes."""
+    if not isinstance(found, list) or len(found) > ANCESTORS:
+        raise ValueError(f"ancestors {str(found)[:80]!r} are not a list of at most {ANCESTORS} hashes")
+    return [read_lineage(entry) for entry in found]
 
 
 def inner_tensors(

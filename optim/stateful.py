@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -13,9 +14,11 @@ from swarmkit.optim.anchor import Anchor
 from swarmkit.optim.averaging import Adaptive, Averaging, PlainAveraging, TensorChoice
 from swarmkit.optim.collective import Collective
 from swarmkit.optim.snapshot import (
+    ANCESTORS,
     check_form,
     inner_tensors,
     load_inner_tensors,
+    read_ancestors,
     read_inner_state,
     read_lineage,
     read_progress,
@@ -66,6 +69,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self.samples = 0.0
         self._unsent_steps = 0  # since the last round that took what this peer had
         self.needs_state = False
+        self._past: deque[str] = deque(maxlen=ANCESTORS)  # lineages after the last rounds, this one's included
         self._synced_step = 0  # step_count at the last closed or failed round
         self._window: int | None = None  # H of the running window; None until its first step
         self._paced = (0, 0)  # with a pace: the step that a window began at, and this replica's own steps in it
@@ -130,6 +134,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "step": self._synced_step,
                 "window": self._window,
                 "inner": numbers,
+                "ancestors": list(self._past),
                 "averaging": [averaging.shared_state() for averaging in self._averagings()],
                 **self._snapshot_meta(),
             }
@@ -159,6 +164,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         named, numbers = self._anchor.named_parameters(), meta.get("inner") or {}
         read_inner_state(named, parts["inner"], numbers)
         round, step, window = read_progress(meta)
+        ancestors = read_ancestors(meta.get("ancestors", []))
         lineage = read_lineage(meta.get("lineage", ""))
         self._load_shared(meta.get("averaging", []))
         with self._lock, torch.no_grad():
@@ -171,6 +177,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self.round, self.step_count, self._synced_step, self._window = round, step, step, window
             self._paced = (step, 0)
             self.lineage = lineage
+            self._past = deque(ancestors, ANCESTORS)
             self.samples, self._unsent_steps = 0.0, 0
             self.needs_state = False
             self._start_over(meta)
@@ -204,6 +211,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "anchor": [tensor.clone() for tensor in self._anchor.tensors],
                 "outer": {name: tensor.clone() for name, tensor in self._outer_tensors().items()},
                 "averaging": [averaging.state_dict() for averaging in self._averagings()],
+                "ancestors": list(self._past),
                 "counters": {name: getattr(self, name) for name in _COUNTERS},
                 **self._own_state(),
             }
@@ -248,6 +256,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         check_form("anchor", dict(zip(self._anchor.names, synced["anchor"], strict=True)), self.anchor())
         self._check_outer(synced["outer"])
         self._check_own_state(synced)
+        ancestors = read_ancestors(synced["ancestors"])
         averagings = self._averagings()
         if len(synced["averaging"]) != len(averagings):
             raise ValueError(f"state of {len(synced['averaging'])} averagings, this optimizer has {len(averagings)}")
@@ -261,4 +270,5 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._load_outer(synced["outer"])
             for name in _COUNTERS:
                 setattr(self, name, synced["counters"][name])
+            self._past = deque(ancestors, ANCESTORS)
             self._load_own_state(synced)

@@ -1,5 +1,6 @@
 """SyncedOptimizer: the base that every strategy shares, an ordinary torch optimizer that meets its peers in rounds."""
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -179,15 +180,55 @@ class SyncedOptimizer(StatefulOptimizer):
         if self._unsent_steps > 0 and not self.needs_state:
             self._synchronise()
 
-    def observe_round(self) -> None:
-        """Take part in the current round without contributing and adopt its result, after `load_snapshot`.
+    def rejoin(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> float:
+        """Adopt a snapshot as `load_snapshot` does, and take along what this peer did since its own anchor.
 
-        The step count then is that of the others. Raises RoundFailed when the round gave no result.
+        That work counts from an anchor that the others have left k rounds ago, so 1 / (1 + k) of it is kept, and of its
+        weight; the inner optimizer's state stays this peer's own. Returns that share. It is 0, and nothing is kept,
+        when this peer's past is not the snapshot's (a partition, another run), or when rounds overlap. Bring the work
+        in with `observe_round(contribute=True)`.
+        """
+        work, lineage = self._local_work(), self._present_lineage()
+        samples, steps = self._unsent()
+        inner = copy.deepcopy(self.inner.state_dict())
+        self.load_snapshot(tensors, meta)
+        if work is None or not steps or lineage not in self._past or not all_finite(work):
+            return 0.0
+        share = 1.0 / (len(self._past) - list(self._past).index(lineage))
+        with self._lock, torch.no_grad():
+            self.inner.load_state_dict(inner)
+            self.param_groups, self.state = self.inner.param_groups, self.inner.state
+            parameters = self._anchor.parameters
+            torch._foreach_add_(parameters, [w.to(p) for w, p in zip(work, parameters, strict=True)], alpha=share)
+            self._resend(share * samples, max(1, round(share * steps)))
+        return share
+
+    def _local_work(self) -> list[Tensor] | None:
+        """How far the parameters have come from the anchor; None when that is not all that this peer has of its own."""
+        return list(torch._foreach_sub(self._anchor.local(), self._anchor.rounded()))
+
+    def _present_lineage(self) -> str:
+        """The hash chain over the rounds that the anchor holds."""
+        return self.lineage
+
+    def _unsent(self) -> tuple[float, int]:
+        """Samples and steps behind the local work."""
+        return self.samples, self._unsent_steps
+
+    def _resend(self, samples: float, steps: int) -> None:
+        """Count local work that survived a change of the anchor."""
+        self.samples, self._unsent_steps = samples, steps
+
+    def observe_round(self, *, contribute: bool = False) -> None:
+        """Take part in the current round and adopt its result, after `load_snapshot`.
+
+        Without contributing, unless `rejoin` has kept something that is to be. The step count then is that of the
+        others. Raises RoundFailed when the round gave no result.
         """
         if self._window is None:
             self._window = self.sync.next_window(self._synced_step, self.lr)
         self.step_count = self._synced_step + self._window
-        report = self._synchronise(observe=True)
+        report = self._synchronise(observe=not contribute)
         if report.failed is not None:
             raise RoundFailed(report.failed, missed=report.missed)
 
@@ -223,6 +264,8 @@ class SyncedOptimizer(StatefulOptimizer):
 
     def _tell(self, report: RoundReport) -> None:
         self.last_report = report
+        if report.failed is None and not report.missed:
+            self._past.append(self._present_lineage())
         for callback in self.on_round:
             callback(report)
 

@@ -26,6 +26,13 @@ class PaceRule(Enum):
     swarm = "swarm"  # all replicas together: the fast take more, the slow fewer, and nobody waits
 
 
+class RejoinRule(Enum):
+    """What becomes of local work when the others have closed rounds without this replica."""
+
+    fetch = "fetch"  # it is lost: the others' state replaces it
+    offer = "offer"  # 1 / (1 + rounds missed) of it is brought into the next round
+
+
 @dataclass(kw_only=True, slots=True)
 class NetworkConfig:
     """How peers listen, find each other and wait."""
@@ -42,6 +49,7 @@ class NetworkConfig:
     peer_cache: str = "auto"  # folder that remembers peers, for when no address answers; auto: the user's; none: off
     pace: PaceRule = PaceRule.steps  # whose steps fill a window; the same on all peers
     backup_workers: bool = False  # rounds begin without their slowest members where all together then do more
+    rejoin: RejoinRule = RejoinRule.fetch  # what becomes of local work after missed rounds
     min_peers: int = 1  # training starts when so many replicas are there
     max_wait_s: float = 600.0  # for min_peers, before giving up
     round_timeout_s: float = 30.0  # bounds a round

@@ -166,6 +166,7 @@ def _adapt(published: Config, own: Config) -> Config:
         own.network,
         pace=run.pace,
         closed=run.closed,
+        rejoin=run.rejoin,
         backup_workers=run.backup_workers,
         min_peers=run.min_peers,
         max_wait_s=run.max_wait_s,

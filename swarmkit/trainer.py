@@ -19,6 +19,7 @@ from swarmkit.data.ledger import Ledger
 from swarmkit.errors import RoundFailed, SwarmError, TrainingDiverged
 from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
+from swarmkit.network_config import RejoinRule
 from swarmkit.optim.averaging import TensorChoice
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.synced import RoundReport, SyncedOptimizer
@@ -156,15 +157,20 @@ class Trainer:
         raise not_adopted(reason)
 
     def _adopt(self, tensors: dict[str, Tensor], meta: Mapping[str, Any], *, observe: bool) -> None:
-        self.optimizer.load_snapshot(tensors, meta)
+        kept = 0.0
+        if self.config.network.rejoin is RejoinRule.offer:
+            kept = self.optimizer.rejoin(tensors, meta)
+        else:
+            self.optimizer.load_snapshot(tensors, meta)
         self._losses.clear()
-        # What was drawn since the last round is part of nothing any more: it is drawn again.
-        self.source.seek(self.ledger.give_up())
+        if not kept:
+            # What was drawn since the last round is part of nothing any more: it is drawn again.
+            self.source.seek(self.ledger.give_up())
         if observe and self.optimizer.step_count < self.config.steps:
             self._set_learning_rate()
             step = self.optimizer.step_count + (meta.get("window") or 1)
             self._around.await_round(self.optimizer.round, step=step, tokens_per_step=self.tokens_per_step)
-            self.optimizer.observe_round()
+            self.optimizer.observe_round(contribute=kept > 0)
         self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
 
     def take_over(self, position: int) -> None:

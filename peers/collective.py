@@ -20,11 +20,12 @@ from swarmkit.peers.loop import NetworkThread
 from swarmkit.peers.reduction import check_payload, check_wired
 from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.rules import Rules
 from swarmkit.peers.session import Decision
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.sharding import ShardedReduction
 from swarmkit.peers.transport import Bulk, Traffic
-from swarmkit.peers.wire import MAX_WEIGHT, Message, field, is_weight
+from swarmkit.peers.wire import MAX_WEIGHT, Message, field, finite, is_weight
 
 Operation = Literal["reduce", "gather"]
 # A coordinator answers within the round's timeout, plus the pings under way and what its answer takes to arrive.
@@ -66,6 +67,7 @@ class SwarmCollective:
         coordinator: Coordinator,
         settings: NetworkSettings,
         round_timeout: float | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self.peer_id = rpc.peer_id
         self._thread = thread
@@ -74,6 +76,7 @@ class SwarmCollective:
         self._roster = roster
         self._coordinator = coordinator
         self._settings = settings
+        self._rules = Rules.of(settings) if rules is None else rules
         self._timeout = settings.round_timeout_s if round_timeout is None else round_timeout
         self._attempts: dict[str, asyncio.Future[Exchange]] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}  # attempt -> the exchange, for `abort`
@@ -213,6 +216,12 @@ class _Member:
                 # All members that could still read from us have reported by now.
                 self._c._attempts.pop(attempt, None)
 
+    async def _norm(self) -> float:
+        """What this member says of its contribution's norm, worked out beside the network's thread."""
+        if not self._c._rules.max_norm_ratio or self._operation != "reduce" or self._weight == 0:
+            return 0.0
+        return await asyncio.to_thread(self._c._rules.norm_of, self._tensors)
+
     async def _meet(self) -> Message:
         """Come to the round at whoever coordinates it, following redirects and replacing the dead."""
         message: Message = {
@@ -223,6 +232,9 @@ class _Member:
             "schema": Schema.of(self._tensors).to_message(),
             "form": "" if self._wire is None else self._wire.form,
             "lineage": self._key.lineage,
+            "config": self._c._roster.mine.config,
+            "rules": str(self._c._rules),
+            "norm": await self._norm(),
             "joined_at": self._c._roster.mine.joined_at,
         }
         target = self._c._roster.coordinator()
@@ -336,7 +348,7 @@ class _Member:
         if self._operation == "gather":
             return Gathering(*rest, traffic, chunk_bytes)
         if self._wire is None:
-            return Reduction(*rest, traffic, chunk_bytes)
+            return Reduction(*rest, traffic, chunk_bytes, self._c._rules)
         return ShardedReduction(*rest, self._wire, traffic, chunk_bytes)
 
     def _read_agreement(self, begin: Message) -> Agreement:
@@ -355,7 +367,8 @@ class _Member:
         ):
             raise ProtocolError("the list of payloads does not match the members")
         attempt = field(begin, "attempt", str, lambda text: 0 < len(text) <= 64)
-        return Agreement(attempt, tuple(members), tuple(weights), tuple(schemas))
+        norm = field(begin, "norm", float, finite)
+        return Agreement(attempt, tuple(members), tuple(weights), tuple(schemas), norm)
 
     def _conclude(self, answer: Message) -> tuple[Result, Decision]:
         if field(answer, "outcome", str) != "commit":

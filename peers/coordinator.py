@@ -95,6 +95,9 @@ class Coordinator:
             order=(field(message, "joined_at", float, finite), caller),
             answer=asyncio.get_running_loop().create_future(),
             lineage=field(message, "lineage", str, lambda text: len(text) <= 64),
+            config=field(message, "config", str, lambda text: len(text) <= 64),
+            rules=field(message, "rules", str, lambda text: len(text) <= 64),
+            norm=field(message, "norm", float, finite),
         )
         self._roster.heard_from(caller)
         self._holds.pop(caller, None)

@@ -5,17 +5,20 @@ its own tensor, a slice is summed in member order and sent back as it is: member
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swarmkit.optim.mean import weighted_mean
 from swarmkit.optim.norms import is_finite
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.layout import Chunk, Layout, Schema, from_bytes, to_bytes
+from swarmkit.peers.rules import Rules
 from swarmkit.peers.transport import Bulk, Traffic
+
+PLAIN = Rules()
 
 
 class Blame(Exception):
@@ -36,17 +39,27 @@ class Agreement:
     members: tuple[str, ...]
     weights: tuple[float, ...]
     schemas: tuple[Schema, ...]
+    norm: float = 0.0  # the median of what members said of their contributions' norms; 0: bounds nothing
 
 
 class Reduction:
     """One attempt at a butterfly all-reduce: member j owns slice j, averages it and sends it to all."""
 
     def __init__(
-        self, agreement: Agreement, me: str, tensors: Sequence[Tensor], traffic: Traffic, chunk_bytes: int
+        self,
+        agreement: Agreement,
+        me: str,
+        tensors: Sequence[Tensor],
+        traffic: Traffic,
+        chunk_bytes: int,
+        rules: Rules = PLAIN,
     ) -> None:
         self.agreement = agreement
         self.traffic = traffic
         self._chunk_bytes = chunk_bytes
+        self._rules = rules
+        self._limit = rules.limit(agreement.norm)
+        self._norms = [0.0] * len(agreement.members)  # of the parts of our slice that were reduced so far
         self._index = agreement.members.index(me)
         self._inputs = tensors
         self._layout = Layout(Schema.of(tensors))
@@ -160,7 +173,10 @@ class Reduction:
                 part = torch.empty(stop - start, dtype=dtype)
                 from_bytes(arrived[i], part)
                 parts.append(part)
-        mean = weighted_mean(parts, [self.agreement.weights[i] for i in self._contributors])
+        if (blame := self._too_large(parts)) is not None:
+            await self._break(blame)
+            return
+        mean = self._rules.mean(parts, [self.agreement.weights[i] for i in self._contributors])
         if not is_finite(mean):
             await self._break(self._find_culprit(parts))
             return
@@ -170,6 +186,22 @@ class Reduction:
         self._reduced[number] = to_bytes(mean)
         async with self._progress:
             self._progress.notify_all()
+
+    def _too_large(self, parts: list[Tensor]) -> Blame | None:
+        """Whose parts of our slice go beyond the limit together: what a member says of its own norm proves nothing."""
+        if self._limit == math.inf:
+            return None
+        for i, part in zip(self._contributors, parts, strict=True):
+            wide = torch.float64 if part.dtype is torch.float64 else torch.float32
+            norm = torch.linalg.vector_norm(part, dtype=wide).item()
+            if math.isnan(norm) or (math.isinf(norm) and not is_finite(part)):
+                continue  # the mean will tell
+            self._norms[i] = math.hypot(self._norms[i], norm)
+            if self._norms[i] > self._limit:
+                member, found = self.agreement.members[i], f"{self._norms[i]:.3g}"
+                reason = f"{member[-8:]} sent a contribution of norm {found}, the limit is {self._limit:.3g}"
+                return Blame(member, reason, is_link=False)
+        return None
 
     def _find_culprit(self, parts: list[Tensor]) -> Blame:
         for i, part in zip(self._contributors, parts, strict=True):

@@ -39,6 +39,7 @@ from swarmkit.peers.revoking import Revoking
 from swarmkit.peers.roster import PURPOSE as HEARTBEAT
 from swarmkit.peers.roster import PeerRecord, Roster, peers_key
 from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.rules import Rules
 from swarmkit.peers.run_config import PURPOSE as CONFIGURATION
 from swarmkit.peers.run_config import RunConfig, config_key
 from swarmkit.peers.settings import NetworkSettings
@@ -284,16 +285,18 @@ class Node:
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def collective(self, *, round_timeout: float | None = None, joining: bool = False) -> SwarmCollective:
+    def collective(
+        self, *, round_timeout: float | None = None, joining: bool = False, rules: Rules | None = None
+    ) -> SwarmCollective:
         """Take part in rounds; one collective serves a process.
 
         From here on the others wait for this peer, unless it is `joining`: then call `announce("training")` when it
-        holds the swarm's state.
+        holds the swarm's state. `rules`, by default those of the settings, must be the same on all members.
         """
         if not joining:
             self.announce("training")
         collective = SwarmCollective(
-            self._thread, self._rpc, self._bulk, self._roster, self._coordinator, self.settings, round_timeout
+            self._thread, self._rpc, self._bulk, self._roster, self._coordinator, self.settings, round_timeout, rules
         )
         self._collectives.append(collective)
         return collective

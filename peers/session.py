@@ -16,6 +16,7 @@ from swarmkit.peers.layout import Schema
 from swarmkit.peers.reduction import major_lineage
 from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
+from swarmkit.peers.rules import median_norm
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.wire import Message
 
@@ -36,6 +37,9 @@ class Arrival:
     order: tuple[float, str]
     answer: asyncio.Future[Message]
     lineage: str = ""  # what its contribution starts from; empty: fits all
+    config: str = ""  # hash of the run's configuration as the member has it; empty: fits all
+    rules: str = ""  # how it averages
+    norm: float = 0.0  # of its contribution, as it says itself
 
 
 # Asks peers about a round: how it ended elsewhere, or, unless `patient`, that they still meet elsewhere; else None.
@@ -255,6 +259,8 @@ class Session:
 
     async def _attempts(self) -> Decision:
         excluded: dict[str, str] = {}
+        self._refuse_others(excluded, "config", "runs by another configuration than the others")
+        self._refuse_others(excluded, "rules", "has other network.trim and network.max_norm_ratio than the others")
         self._refuse_diverged(excluded)
         refused = set(excluded)
         reason = "no member is left"
@@ -311,13 +317,23 @@ class Session:
         worst = [member for member, others in self._broken_links.items() if len(others) == most]
         return reporter if reporter in worst else worst[0]
 
+    def _refuse_others(self, excluded: dict[str, str], what: str, reason: str) -> None:
+        """Members must agree in an attribute of their arrivals; the majority's counts, on a tie the first's."""
+        known = sorted((a.order, peer, str(getattr(a, what))) for peer, a in self._arrivals.items())
+        known = [(order, peer, said) for order, peer, said in known if said and peer not in excluded]
+        major = major_lineage(said for _, _, said in known)
+        for _, peer, said in known:
+            if said != major:
+                excluded[peer] = f"this peer {reason}"
+                self._answer(peer, {"outcome": "failed", "reason": excluded[peer], "missed": False})
+
     def _refuse_diverged(self, excluded: dict[str, str]) -> None:
         """Members must start from the same anchor; who does not misses the round and fetches the state.
 
         The majority's lineage counts, and on a tie that of the member that joined first. This is what turns every
         divergence, however it came about, into a state transfer.
         """
-        known = sorted((a.order, peer) for peer, a in self._arrivals.items() if a.lineage)
+        known = sorted((a.order, peer) for peer, a in self._arrivals.items() if a.lineage and peer not in excluded)
         major = major_lineage(self._arrivals[peer].lineage for _, peer in known)
         for _, peer in known:
             if self._arrivals[peer].lineage != major:
@@ -360,6 +376,7 @@ class Session:
             "attempt": self._attempt,
             "members": list(self._members),
             "weights": [arrival.weight for arrival in arrivals],
+            "norm": median_norm([arrival.norm for arrival in arrivals if arrival.weight > 0]),
             "schemas": [] if self.operation == "reduce" else schemas,
         }
 

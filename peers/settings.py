@@ -37,6 +37,8 @@ class NetworkSettings:
     max_round_bytes: int = 8 << 30  # the largest payload that is accepted from a member
     run_key: str | None = None  # of a closed run, for its owner: private key file, made when missing
     invitation: str | None = None  # to a closed run: the line itself, or a file that holds it
+    trim: float = 0.0  # of each coordinate's values, the share that a reduction cuts off at either end; 0: plain mean
+    max_norm_ratio: float = 0.0  # of a contribution to a reduction, to the median of the members'; 0: unbounded
     relay: bool = False  # look for libp2p relays, for peers behind NAT
     peer_cache: str | None = None  # folder in which peers seen are remembered for a later start; None: nowhere
     socket_folder: str | None = None  # for p2pd's unix sockets; None: a temporary one, removed at exit
@@ -56,5 +58,9 @@ class NetworkSettings:
             raise ValueError(f"state_mbit={self.state_mbit}: must be a number of Mbit/s, or 0 for no limit")
         if not 0 < self.state_share <= 1:
             raise ValueError(f"state_share={self.state_share}: must be above 0 and at most 1")
+        if not 0 <= self.trim < 0.5:
+            raise ValueError(f"trim={self.trim}: must be at least 0 and below 0.5")
+        if not (self.max_norm_ratio == 0 or self.max_norm_ratio > 1):
+            raise ValueError(f"max_norm_ratio={self.max_norm_ratio}: must be above 1, or 0 for none")
         if not 1 << 12 <= self.chunk_bytes <= 3 << 20:
             raise ValueError(f"chunk_bytes={self.chunk_bytes}: must lie between 4 KiB and 3 MiB (gRPC's message limit)")

@@ -168,6 +168,12 @@ def _problems(config: Config) -> Iterator[str]:
             f"strategy.sync.h={sync.h}: longer than the whole training (steps={config.steps}); "
             "the peers would meet only once, at the end"
         )
+    is_reduced = config.compression.name in ("none", "fp16", "bf16") and not isinstance(config.strategy, DeMoConfig)
+    if config.network.trim > 0 and not is_reduced:
+        yield (
+            f"network.trim={config.network.trim}: only what is reduced as it is can be trimmed; "
+            "use compression=none, fp16 or bf16, and not strategy=demo"
+        )
     if isinstance(config.strategy, DeMoConfig) and config.compression.name != "none":
         yield (
             f"compression={config.compression.name}: strategy=demo sends DCT coefficients, which no codec takes; "

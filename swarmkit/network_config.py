@@ -50,6 +50,8 @@ class NetworkConfig:
     pace: PaceRule = PaceRule.steps  # whose steps fill a window; the same on all peers
     backup_workers: bool = False  # rounds begin without their slowest members where all together then do more
     rejoin: RejoinRule = RejoinRule.fetch  # what becomes of local work after missed rounds
+    trim: float = 0.0  # share of each coordinate's values that a reduction cuts off at either end; 0: plain mean
+    max_norm_ratio: float = 100.0  # of a contribution to a reduction, to the median of three or more; 0: unbounded
     min_peers: int = 1  # training starts when so many replicas are there
     max_wait_s: float = 600.0  # for min_peers, before giving up
     round_timeout_s: float = 30.0  # bounds a round
@@ -68,6 +70,9 @@ class NetworkConfig:
         )
         at_least("network", self, 1, "min_peers", "max_downloads")
         in_range("network", self, 0.0, inf, "state_mbit")
+        in_range("network", self, 0.0, 0.5, "trim")
+        if not (self.max_norm_ratio == 0 or 1 < self.max_norm_ratio < inf):
+            raise ValueError(f"network.max_norm_ratio={self.max_norm_ratio}: must be above 1, or 0 for no limit")
         positive("network", self, "state_share")
         if self.state_share > 1:
             raise ValueError(f"network.state_share={self.state_share}: must be at most 1")
@@ -116,6 +121,8 @@ class NetworkConfig:
             invitation=invitation,
             transport=self.transport,
             relay=self.relay,
+            trim=self.trim,
+            max_norm_ratio=self.max_norm_ratio,
             peer_cache=cache_folder(self.peer_cache),
             round_timeout_s=self.round_timeout_s,
             heartbeat_s=self.heartbeat_s,

@@ -168,6 +168,8 @@ def _adapt(published: Config, own: Config) -> Config:
         closed=run.closed,
         rejoin=run.rejoin,
         backup_workers=run.backup_workers,
+        trim=run.trim,
+        max_norm_ratio=run.max_norm_ratio,
         min_peers=run.min_peers,
         max_wait_s=run.max_wait_s,
         round_timeout_s=run.round_timeout_s,

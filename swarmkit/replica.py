@@ -20,6 +20,7 @@ from swarmkit.neighbours import Neighbours, Say
 from swarmkit.network_config import PaceRule
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.node import Node
+from swarmkit.peers.rules import Rules
 from swarmkit.signals import Leaving
 from swarmkit.trainer import Outcome, Trainer
 
@@ -124,7 +125,9 @@ class _Replica:
         if slot is None:
             slot = self.neighbours.claim_slot()
         self.node.heartbeat(slot=slot, device=str(pick_device(self.config.device)), version=__version__)
-        collective = self.node.collective(joining=True)
+        collective = self.node.collective(
+            joining=True, rules=Rules(self.config.network.trim, self.config.network.max_norm_ratio)
+        )
         trainer = build_trainer(
             self.config,
             collective=collective,

@@ -38,7 +38,17 @@ class Scene:
     def meeting(self, index: int, **changes: Any) -> Message:
         schema = {"schema": [["float32", [3]]]}
         base: Message = {"round": "x", "index": index, "operation": "reduce", "weight": 1.0, "joined_at": 0.0}
-        return {**base, **schema, "lineage": "", "gave_up": False, "timeout": 4.0, **changes}
+        return {
+            **base,
+            **schema,
+            "lineage": "",
+            "config": "",
+            "rules": "",
+            "norm": 0.0,
+            "gave_up": False,
+            "timeout": 4.0,
+            **changes,
+        }
 
     def call(self, method: str, message: Message) -> Message:
         call = self.stranger._rpc.call(self.honest[0].peer_id, method, message, timeout=10.0)

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/swarmkit local
@@ -39,6 +39,9 @@ $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
 	@echo "installing into $(VENV) (torch is large: this can take some minutes)"
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+proto: $(VENV)/.installed-dev
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. swarmkit/peers/control.proto
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

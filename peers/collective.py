@@ -19,11 +19,13 @@ from swarmkit.peers.layout import Schema
 from swarmkit.peers.loop import NetworkThread
 from swarmkit.peers.reduction import check_payload, check_wired
 from swarmkit.peers.roster import Roster
+from swarmkit.peers.round_watch import RoundWatch
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.rules import Rules
 from swarmkit.peers.session import Decision
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.sharding import ShardedReduction
+from swarmkit.peers.timings import Measured
 from swarmkit.peers.transport import Bulk, Traffic
 from swarmkit.peers.wire import MAX_WEIGHT, Message, field, finite, is_weight
 
@@ -83,6 +85,7 @@ class SwarmCollective:
         self._aborted: deque[str] = deque(maxlen=REMEMBERED_ATTEMPTS)  # an abort may overtake what it aborts
         self._rounds: set[asyncio.Task[Any]] = set()
         self._closed = ""  # why no round can be had any more
+        self.watch = RoundWatch(roster, settings.heartbeat_s)
         rpc.handle("abort", self._on_abort)
         bulk.handle("reduce", self._serve)
         bulk.handle("gather", self._serve)
@@ -181,6 +184,7 @@ class _Member:
         self._begun = self._started
         self._traffic = Traffic()
         self._attempt = ""  # the attempt whose complete result we hold
+        self._measured: Measured | None = None  # in that attempt
         self._result: Result = None
 
     def stats(self, decision: Decision) -> _Stats:
@@ -313,6 +317,7 @@ class _Member:
         try:
             self._result = await self._exchange(agreement)
             self._attempt = agreement.attempt
+            report["measured"] = None if self._measured is None else self._measured.to_message()
         except Blame as blame:
             report |= {"ok": False, "blame": blame.peer_id or "", "reason": blame.reason[:400]}
             report["is_link"] = blame.is_link
@@ -337,6 +342,7 @@ class _Member:
                 raise Blame(None, "the exchange outlasted the round, or its coordinator")
             if task.cancelled():
                 raise Blame(None, "the coordinator aborted the attempt")
+            self._measured = exchange.measured
             return task.result()
         finally:
             task.cancel()
@@ -381,4 +387,5 @@ class _Member:
             raise RoundFailed(f"round {self._key} was committed with a result that this peer lost", missed=True)
         decision = Decision(attempt, members, weights)
         self._c._coordinator.remember(self._key, decision)
+        self._c.watch.closed(self._key, members, answer.get("timings"))
         return self._result, decision

@@ -13,6 +13,7 @@ from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.session import TICK_S, Arrival, Decision, Report, Session, wait_for_all
 from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.timings import Measured
 from swarmkit.peers.wire import Message, field, finite, is_weight
 
 REMEMBERED_ROUNDS = 256
@@ -77,12 +78,12 @@ class Coordinator:
                 session.hand_over(heir)
                 task.cancel()
 
-    async def close(self) -> None:
+    async def close(self, *, seconds: float = 5.0) -> None:
         """Stop coordinating: hand over what has not begun, finish what has, within a few seconds."""
         self.hand_over()
         tasks = [task for _, task in self._sessions.values()]
         if tasks:
-            await asyncio.wait(tasks, timeout=5)
+            await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             task.cancel()
 
@@ -230,6 +231,7 @@ class Coordinator:
             blame=field(message, "blame", str),
             reason=field(message, "reason", str)[:500],
             is_link=field(message, "is_link", bool),
+            measured=Measured.from_message(message.get("measured")),
         )
         self._roster.heard_from(caller)
         if key in self._sessions:

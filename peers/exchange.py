@@ -16,6 +16,7 @@ from swarmkit.optim.norms import is_finite
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.layout import Chunk, Layout, Schema, from_bytes, to_bytes
 from swarmkit.peers.rules import Rules
+from swarmkit.peers.timings import Measured, Stopwatch
 from swarmkit.peers.transport import Bulk, Traffic
 
 PLAIN = Rules()
@@ -72,9 +73,15 @@ class Reduction:
         self._reduced: list[bytes | None] = [None] * len(self._my_chunks)
         self._progress = asyncio.Condition()
         self._broken: Blame | None = None
+        self._clock = Stopwatch(len(agreement.members))
 
     def _chunks(self, owner: int) -> list[Chunk]:
         return list(self._layout.chunks(owner, len(self.agreement.members), self._chunk_bytes))
+
+    @property
+    def measured(self) -> Measured:
+        """What this member saw of the others' links."""
+        return self._clock.measured()
 
     async def run(self, bulk: Bulk) -> list[Tensor]:
         """Exchange with all members; raises Blame."""
@@ -107,6 +114,7 @@ class Reduction:
                 from_bytes(data, self._result[dtype][start:stop])
                 if not is_finite(self._result[dtype][start:stop]):
                     raise Blame(owner, f"{owner[-8:]} sent a mean that is not finite", is_link=False)
+            self._clock.note_mean(self.agreement.members.index(owner))
         except (PeerUnreachable, ProtocolError) as error:
             raise Blame(owner, str(error)) from error
         finally:
@@ -149,6 +157,8 @@ class Reduction:
                     )
                 self.traffic.received += len(data)
                 self._arrived[number][index] = data
+                if number == len(self._my_chunks) - 1:
+                    self._clock.note_part(index)
                 await self._reduce(number)
         except (PeerUnreachable, ProtocolError) as error:
             await self._break(Blame(sender, str(error)))
@@ -184,6 +194,7 @@ class Reduction:
         self._result[dtype][start:stop] = mean
         # Bytes are made once and shared by the streams to all members.
         self._reduced[number] = to_bytes(mean)
+        self._clock.note_ready()
         async with self._progress:
             self._progress.notify_all()
 
@@ -249,6 +260,12 @@ class Gathering:
             member: asyncio.get_running_loop().create_future() for member in agreement.members
         }
         self._done[me].set_result(None)
+        self._clock = Stopwatch(len(agreement.members))
+
+    @property
+    def measured(self) -> Measured:
+        """What this member saw of the others' links."""
+        return self._clock.measured()
 
     async def run(self, bulk: Bulk) -> list[list[Tensor]]:
         """Exchange with all members; raises Blame."""
@@ -308,6 +325,7 @@ class Gathering:
         except Blame as blame:
             self._fail(member, blame)
             raise
+        self._clock.note_part(index)
         if not self._done[member].done():
             self._done[member].set_result(None)
 

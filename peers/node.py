@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +16,7 @@ from swarmkit.peers.access import open_access
 from swarmkit.peers.attach import attach
 from swarmkit.peers.checkup import Checkup
 from swarmkit.peers.collective import SwarmCollective
+from swarmkit.peers.control import Controlled, ControlServer
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.daemon_checks import check_daemon
 from swarmkit.peers.directory import KEY, LIFETIME_S, announce_run, find_run
@@ -42,7 +44,7 @@ from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.rules import Rules
 from swarmkit.peers.run_config import PURPOSE as CONFIGURATION
 from swarmkit.peers.run_config import RunConfig, config_key
-from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.settings import ControlSettings, NetworkSettings, is_loopback
 from swarmkit.peers.shares import Shares
 from swarmkit.peers.state import Provider, StateServer, Version
 from swarmkit.peers.transfer import Progress
@@ -54,14 +56,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+CLOSE_S = 15.0
 REMEMBER_S = 5.0  # between two looks at who is there, for the peer cache
-_BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - {
-    "peer_id",
-    "joined_at",
-    "updated_at",
-    "config",
-    "revoked",
-}
+_NOT_SAID = {"peer_id", "joined_at", "updated_at", "config", "revoked"}
+_BEAT_FIELDS = frozenset(f.name for f in fields(PeerRecord)) - _NOT_SAID
 
 
 class Node:
@@ -80,6 +78,9 @@ class Node:
         self._sockets = _make_sockets() if settings.socket_folder is None else Path(settings.socket_folder)
         self._cache = PeerCache(Path(settings.peer_cache)) if settings.peer_cache is not None else None
         self._collectives: list[SwarmCollective] = []
+        self._control: ControlServer | None = None
+        self._fetching: Future[Snapshot] | None = None
+        self._abandoned = False
         self._closed = threading.Lock()
         self._download = Download()  # what a fetch that failed has left for the next
         self._ended: AccessRefused | None = None  # why this peer's own invitation is good for nothing any more
@@ -230,9 +231,15 @@ class Node:
             raise TypeError(f"unknown heartbeat fields {sorted(unknown)}; known: {sorted(_BEAT_FIELDS)}")
         self._thread.loop.call_soon_threadsafe(lambda: self._roster.say(**values))
 
-    def announce(self, state: str) -> None:
-        """Change this peer's state and tell the others at once."""
-        self._thread.run(self._announce(state), timeout=10)
+    def announce(self, state: str, *, wait: bool = True) -> None:
+        """Change this peer's state and tell the others at once; raises TimeoutError when only a heartbeat will.
+
+        Without `wait` they are told while the caller goes on.
+        """
+        if wait:
+            self._thread.run(self._announce(state), timeout=10)
+        else:
+            self._thread.submit(self._announce(state))
 
     async def _announce(self, state: str) -> None:
         await self._roster.announce(state)
@@ -367,12 +374,22 @@ class Node:
         sends anything any more. Call `observe_round` of the strategy next: the rounds wait for that, at most for the
         round's timeout.
         """
-        fetching = self._thread.submit(self._fetch_state(progress))
+        self._fetching = self._thread.submit(self._fetch_state(progress))
+        if self._abandoned:
+            self._fetching.cancel()
         try:
-            return fetching.result(timeout)
+            return self._fetching.result(timeout)
         except TimeoutError as error:
-            fetching.cancel()
+            self._fetching.cancel()
             raise JoinFailed(f"the state did not arrive within {timeout} s") from error
+        except CancelledError as error:
+            raise JoinFailed("the download of the state was given up: this peer leaves") from error
+
+    def abandon_fetch(self) -> None:
+        """End a download of the state that another thread waits for, and every later one; they raise JoinFailed."""
+        self._abandoned = True
+        if self._fetching is not None:
+            self._fetching.cancel()
 
     async def _fetch_state(self, progress: Progress | None) -> Snapshot:
         await self._roster.refresh()
@@ -405,6 +422,17 @@ class Node:
                 return
             target = field(answer, "to", str)
 
+    # -- the control plane ---------------------------------------------------------------------------------------------
+
+    def serve_control(self, controlled: Controlled, settings: ControlSettings) -> ControlServer:
+        """Serve this peer's control plane until the node closes; raises OSError when the port cannot be had."""
+        server = ControlServer(self._thread, controlled, settings)
+        self._thread.run(server.start(), timeout=10)
+        self._control = server
+        if not is_loopback(settings.host) or is_loopback(self.settings.host):
+            self.heartbeat(control=server.visible_target(self.addresses[0]))
+        return server
+
     # -- traffic and leaving -------------------------------------------------------------------------------------------
 
     @property
@@ -417,14 +445,15 @@ class Node:
         """Bulk payload bytes received since the start."""
         return self._bulk.total.received
 
-    def close(self, *, state: str = "gone") -> None:
-        """Tell the others, stop everything, remove sockets; safe to call twice."""
+    def close(self, *, state: str = "gone", within_s: float = CLOSE_S) -> None:
+        """Tell the others, stop everything, remove sockets, in about `within_s` at most; safe to call twice."""
         if not self._closed.acquire(blocking=False):
             return
         for collective in self._collectives:
             collective.close()
+        within_s = min(within_s, CLOSE_S)
         try:
-            self._thread.run(self._stop(state), timeout=15)
+            self._thread.run(self._stop(state, within_s / CLOSE_S), timeout=within_s)
         except TimeoutError:
             pass  # the loop is stopped below and p2pd killed with it
         finally:
@@ -432,18 +461,21 @@ class Node:
             if self._owns_sockets:
                 shutil.rmtree(self._sockets, ignore_errors=True)
 
-    async def _stop(self, state: str) -> None:
+    async def _stop(self, state: str, hurry: float) -> None:
+        """Leave, with a share of the usual patience for each part."""
         if hasattr(self, "_tasks"):
             for task in self._tasks:
                 task.cancel()
             child = self._p2p._child
             if child is None or child.returncode is None:
-                await _at_most(self._roster.announce(state), seconds=5)
-            await self._coordinator.close()
+                await _at_most(self._roster.announce(state), seconds=5 * hurry)
+            await self._coordinator.close(seconds=5 * hurry)
+        if self._control is not None:
+            await self._control.close()
         if hasattr(self, "_bulk"):
             await self._bulk.close()
         if hasattr(self, "_dht"):
-            await _at_most(self._dht.shutdown(), seconds=3)
+            await _at_most(self._dht.shutdown(), seconds=3 * hurry)
         if hasattr(self, "_p2p"):
             await stop_p2p(self._p2p)
 

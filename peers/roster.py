@@ -57,6 +57,8 @@ class PeerRecord:
     config: str = ""  # hash of the run's configuration as this peer has it
     revoked: str = ""  # digest of the revocations that this peer knows
     address: str = ""  # with which others join the run here
+    control: str = ""  # host:port of its control plane, where others could reach it
+    late: str = ""  # who holds the rounds up, as this peer sees it: the ends of their ids and what is late
 
     @property
     def may_coordinate(self) -> bool:
@@ -350,6 +352,17 @@ class Roster:
         self._heard[peer_id] = time.monotonic()
         self._unanswered.pop(peer_id, None)
         self._refusals.pop(peer_id, None)
+
+    def silent_for(self, peer_id: str) -> float | None:
+        """Seconds since anything was heard of a peer; None when it is not in the table."""
+        if peer_id not in self._table:
+            return None
+        return time.monotonic() - max(self._arrived.get(peer_id, -inf), self._heard.get(peer_id, -inf))
+
+    def has_left(self, peer_id: str) -> bool:
+        """True for a peer that said good-bye."""
+        record = self._table.get(peer_id)
+        return record is not None and record.state in LEAVING_STATES
 
     async def _on_ping(self, caller: str, message: Message) -> Message:
         self.heard_from(caller)

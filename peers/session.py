@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from swarmkit.optim.collective import RoundKey
@@ -18,6 +18,7 @@ from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.rules import median_norm
 from swarmkit.peers.settings import NetworkSettings
+from swarmkit.peers.timings import Measured, RoundTimings, combine
 from swarmkit.peers.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Arrival:
     config: str = ""  # hash of the run's configuration as the member has it; empty: fits all
     rules: str = ""  # how it averages
     norm: float = 0.0  # of its contribution, as it says itself
+    at: float = field(default_factory=time.monotonic)
 
 
 # Asks peers about a round: how it ended elsewhere, or, unless `patient`, that they still meet elsewhere; else None.
@@ -63,6 +65,7 @@ class Report:
     blame: str  # the member that this one takes for the cause; empty: nobody in particular
     reason: str
     is_link: bool = True  # a stream broke, which says as much of the reporter as of the blamed; else bad data came
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Decision:
     weights: tuple[float, ...]
     reason: str = ""
     missed: bool = False  # it failed here because the others met elsewhere
+    timings: RoundTimings | None = None
 
     def for_member(self, peer_id: str) -> Message:
         """The answer to a member, or to someone who was not one."""
@@ -86,6 +90,7 @@ class Decision:
             "attempt": self.attempt,
             "members": list(self.members),
             "weights": list(self.weights),
+            "timings": None if self.timings is None else self.timings.to_message(),
         }
 
 
@@ -285,7 +290,10 @@ class Session:
             trouble = await self._await_reports()
             if trouble is None:
                 weights = tuple(self._arrivals[peer].weight for peer in members)
-                return Decision(self._attempt, tuple(members), weights)
+                arrived = {peer: self._arrivals[peer].at for peer in members}
+                measured = {peer: report.measured for peer, report in self._reports.items()}
+                timings = combine(members, weights, arrived, measured)
+                return Decision(self._attempt, tuple(members), weights, timings=timings)
             reporter, broken = trouble
             reason = broken.reason
             if self._left() <= 0:

@@ -1,5 +1,6 @@
 """Every setting of the network layer, with its default and unit."""
 
+import ipaddress
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -11,6 +12,38 @@ class Transport(Enum):
     auto = "auto"  # gRPC where the peer can be reached directly, libp2p otherwise
     grpc = "grpc"
     libp2p = "libp2p"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Who one end of a gRPC connection is and whom it believes, all PEM."""
+
+    certificate: bytes
+    key: bytes
+    ca: bytes | None = None  # signs those that may connect; None: anybody may
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlSettings:
+    """Where the control plane listens; beyond loopback only with mutual TLS."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 picks a free one
+    tls: Tls | None = None
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and (self.tls is None or self.tls.ca is None):
+            raise ValueError(
+                f"host={self.host}: others may reach it, and drain this peer; that needs TLS with a client CA"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine reaches; a name other than localhost may be anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from swarmkit.optim.shards import Shards, Wire, Wired
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.exchange import Agreement, Blame
 from swarmkit.peers.layout import from_bytes, to_bytes
+from swarmkit.peers.timings import Measured, Stopwatch
 from swarmkit.peers.transport import Bulk, Traffic
 
 # Before a message its size: what a codec makes of a slice is known to nobody else.
@@ -44,8 +45,14 @@ class ShardedReduction:
         self._shards = Shards(wire, tensors, agreement.weights, self._index)
         self._mean: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._is_reducing = False
+        self._clock = Stopwatch(len(agreement.members))
         if not self._shards.limit(self._index):
             self._mean.set_result(b"")  # more members than blocks: nobody sends us anything
+
+    @property
+    def measured(self) -> Measured:
+        """What this member saw of the others' links."""
+        return self._clock.measured()
 
     async def run(self, bulk: Bulk) -> tuple[list[Tensor], Wired]:
         """Exchange with all members; raises Blame."""
@@ -80,6 +87,7 @@ class ShardedReduction:
         replies = bulk.open(member, "reduce", {"attempt": self.agreement.attempt}, self._outgoing(owner))
         try:
             message = await self._receive(owner, replies, self._shards.limit(owner))
+            self._clock.note_mean(owner)
             await self._take(owner, message, self._shards.adopt)
         except (PeerUnreachable, ProtocolError) as error:
             raise Blame(member, str(error)) from error
@@ -113,6 +121,7 @@ class ShardedReduction:
             return
         try:
             message = await self._receive(sender, incoming, self._shards.limit(self._index))
+            self._clock.note_part(sender)
             await self._accept(sender, message)
             await self._reduce()
         except (PeerUnreachable, ProtocolError) as error:
@@ -142,6 +151,7 @@ class ShardedReduction:
         if not self._mean.done():
             # Bytes are made once and shared by the streams to all members.
             self._mean.set_result(to_bytes(mean.cpu()))
+            self._clock.note_ready()
 
     def _break(self, blame: Blame) -> None:
         if not self._mean.done():

@@ -45,6 +45,17 @@ Address = Annotated[
         help="Address of any peer of the run, as `start` printed it; several with commas: one that answers is enough."
     ),
 ]
+Target = Annotated[
+    str,
+    typer.Argument(help="A run's folder, a peer's folder, host:port of a control plane, or an address of the run."),
+]
+Peer = Annotated[
+    str | None, typer.Option(help="Which peer: its number in the run's folder, or the end of its id.", metavar="PEER")
+]
+RunName = Annotated[str | None, typer.Option(help="Name of the run, when the address knows several.")]
+Ca = Annotated[str | None, typer.Option(help="PEM file: who signed the peer's certificate, for control.cert.")]
+Cert = Annotated[str | None, typer.Option(help="PEM file: your certificate, for control.client_ca.")]
+Key = Annotated[str | None, typer.Option(help="PEM file: your private key.")]
 
 
 def _version(wanted: bool) -> None:
@@ -174,20 +185,113 @@ def bootstrap(overrides: Overrides = None, invite: Invite = None) -> None:
 
 @app.command()
 def status(
-    address: Address,
-    name: Annotated[str | None, typer.Option(help="Name of the run, when the address knows several.")] = None,
+    target: Target,
+    name: RunName = None,
+    peer: Peer = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one object with a list of peers.")] = False,
     invite: Invite = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
 ) -> None:
-    """Show the peers of a run, from their heartbeats.
+    """Show the peers of a run: from their heartbeats, or as a peer of this machine sees them.
+
+    Examples:
+
+        swarmkit status /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...
+
+        swarmkit status runs/demo/20260101-120000 --json
+    """
+    from swarmkit.targets import choose, find_targets, is_address
+
+    if is_address(target):
+        from swarmkit.status import show_status
+
+        show_status(_addresses(target), name=name, as_json=json, invitation=invite)
+        return
+    from swarmkit.control_commands import client_tls, show_peer
+
+    targets = find_targets(target)
+    show_peer(targets[0] if peer is None else choose(targets, peer), client_tls(ca, cert, key), as_json=json)
+
+
+@app.command()
+def drain(
+    target: Target,
+    peer: Peer = None,
+    reason: Annotated[str, typer.Option(help="For the peer's log and events.")] = "asked by swarmkit drain",
+    wait: Annotated[bool, typer.Option(help="Wait until the peer has left.")] = True,
+    name: RunName = None,
+    invite: Invite = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+) -> None:
+    """Have a peer leave in order: its contribution handed in, a checkpoint written, the others told.
+
+    It takes network.drain_timeout_s at most. Exit code 0: it left in order; 1: it did not.
+
+    Examples:
+
+        swarmkit drain runs/demo/20260101-120000 --peer 2
+
+        swarmkit drain gpu7.example.org:31400 --ca ca.pem --cert me.pem --key me.key
+    """
+    from swarmkit.control_commands import client_tls, drain_peer
+    from swarmkit.targets import choose, find_targets
+
+    chosen = choose(find_targets(target, run=name, invitation=invite), peer)
+    raise typer.Exit(drain_peer(chosen, client_tls(ca, cert, key), reason=reason, wait=wait))
+
+
+@app.command()
+def checkpoint(
+    target: Target,
+    peer: Peer = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for it.")] = 60.0,
+    name: RunName = None,
+    invite: Invite = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+) -> None:
+    """Have a peer write a checkpoint after the step that runs, and print where.
 
     Example:
 
-        swarmkit status /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...
+        swarmkit checkpoint runs/demo/20260101-120000/peer-0
     """
-    from swarmkit.status import show_status
+    from swarmkit.control_commands import checkpoint_peer, client_tls
+    from swarmkit.targets import choose, find_targets
 
-    show_status(_addresses(address), name=name, as_json=json, invitation=invite)
+    chosen = choose(find_targets(target, run=name, invitation=invite), peer)
+    raise typer.Exit(checkpoint_peer(chosen, client_tls(ca, cert, key), timeout_s=timeout))
+
+
+@app.command()
+def watch(
+    target: Target,
+    peer: Peer = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each message.")] = False,
+    name: RunName = None,
+    invite: Invite = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+) -> None:
+    """Print what happens at a peer, a line for each round, until it ends.
+
+    Examples:
+
+        swarmkit watch runs/demo/20260101-120000 --peer 0
+
+        swarmkit watch 127.0.0.1:31400 --json
+    """
+    from swarmkit.control_commands import client_tls, watch_peer
+    from swarmkit.targets import choose, find_targets
+
+    chosen = choose(find_targets(target, run=name, invitation=invite), peer)
+    raise typer.Exit(watch_peer(chosen, client_tls(ca, cert, key), as_json=json))
 
 
 @app.command()

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,6 +13,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from swarmkit.checks import at_least, positive
 from swarmkit.compression import CODEC_CONFIGS, CompressionConfig
+from swarmkit.control_config import ControlConfig
 from swarmkit.data.config import (
     DataConfig,
     DigitsConfig,
@@ -27,6 +28,7 @@ from swarmkit.errors import ConfigError
 from swarmkit.inner import AdamWConfig, OptimizerConfig, SGDConfig
 from swarmkit.models.config import GPTConfig, HFModelConfig, MLPConfig, ModelConfig, ResNetConfig, ViTConfig
 from swarmkit.network_config import NetworkConfig
+from swarmkit.preemption import PreemptionConfig
 from swarmkit.strategy import (
     DEVICES,
     AllReduceConfig,
@@ -128,6 +130,8 @@ class Config:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -273,6 +277,11 @@ def config_to_yaml(config: Config) -> str:
 def config_to_json(config: Config) -> str:
     """The whole configuration as JSON, for the DHT; enumerations by name."""
     return json.dumps(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
+
+
+def config_to_publish(config: Config) -> str:
+    """The configuration that joiners get: without the paths, commands and ports of this machine's own services."""
+    return config_to_json(replace(config, control=ControlConfig(), preemption=PreemptionConfig()))
 
 
 def config_from_json(text: str) -> Config:

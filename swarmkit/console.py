@@ -35,6 +35,8 @@ class ConsoleSink:
             self._say(f"{str(event['id'])[-8:]} is in round {event['round']}")
         elif kind == "peer_lost":
             self._say(f"lost a peer: {event['reason']}")
+        elif kind == "fault":
+            self._say(str(event["text"]))
         elif kind == "eval":
             self._say(f"step {event['step']}: validation loss {float(event['loss']):.4f} nats")
 

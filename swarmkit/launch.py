@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from swarmkit.config import Config, config_to_json
+from swarmkit.config import Config, config_to_json, config_to_publish
 from swarmkit.errors import ConfigError
 from swarmkit.exits import Exit
 from swarmkit.network_config import host_port
@@ -140,7 +140,7 @@ class LocalRun:
         folder = self.folder / f"peer-{slot}"
         arguments = {
             "config": config_to_json(_of_slot(self.config, slot)),
-            "published": config_to_json(self.config),
+            "published": config_to_publish(self.config),
             "folder": str(folder),
             "slot": slot,
             "sockets": str(self._sockets),
@@ -226,6 +226,9 @@ class LocalRun:
             self._progress.say(f"first step {self._first_step:.1f} s after the command")
         elif kind == "eval":
             self._progress.say(f"{member.name}: step {event['step']}, validation {event['bpb']:.4f} bits per byte")
+        elif kind == "fault":
+            # All members see the same; one line is enough.
+            self._say_once(member, str(event["text"]))
         elif kind == "error":
             self._say_once(member, str(event["text"]))
         elif kind == "checkpoint" and event.get("failed"):
@@ -242,6 +245,9 @@ class LocalRun:
         member = self._member(child)
         assert child.code is not None
         if child.code == 0 or (self._signals and member.done is not None):
+            if not self._signals and not member.finished and member is not self._baseline:
+                self._progress.say(f"{child.name} has left")
+                self._expect_fewer()
             return
         member.row.state = "died"
         if child.code == Exit.settings and not self._signals:
@@ -262,9 +268,13 @@ class LocalRun:
             self._progress.say(f"{child.name} is started again ({member.restarts + 1} of {MAX_RESTARTS})")
             self._spawn_peer(member.slot, restart=True, restarts=member.restarts + 1)
         else:
-            running = len([one for one in self._children.running() if one.number in self._members])
-            for other in self._children.running():
-                other.link.send({"expect": running})
+            self._expect_fewer()
+
+    def _expect_fewer(self) -> None:
+        """Tell those who wait for everybody how many there still are."""
+        running = len([one for one in self._children.running() if one.number in self._members])
+        for other in self._children.running():
+            other.link.send({"expect": running})
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -310,7 +320,8 @@ class LocalRun:
 def _check(config: Config) -> None:
     """Raise ConfigError for settings that peers on one machine cannot share."""
     network = config.network
-    _, *ports = *host_port("network.listen", network.listen), network.bulk_port, config.log.prometheus_port
+    own = network.bulk_port, config.log.prometheus_port, host_port("control.listen", config.control.listen)[1]
+    _, *ports = *host_port("network.listen", network.listen), *own
     if max(ports) + config.peers - 1 > 65535:
         raise ConfigError(f"peers={config.peers}: not enough ports above {max(ports)}")
     if network.initial_peers:
@@ -328,14 +339,18 @@ def _check(config: Config) -> None:
 
 def _of_slot(config: Config, slot: int) -> Config:
     """The settings of one peer: ports that are given count upwards from the first peer's."""
-    host, port = host_port("network.listen", config.network.listen)
     bulk, prometheus = config.network.bulk_port, config.log.prometheus_port
-    listen = f"[{host}]" if ":" in host else host
     network = dataclasses.replace(
-        config.network, listen=f"{listen}:{port and port + slot}", bulk_port=bulk and bulk + slot
+        config.network, listen=_nth("network.listen", config.network.listen, slot), bulk_port=bulk and bulk + slot
     )
     log = dataclasses.replace(config.log, prometheus_port=prometheus and prometheus + slot)
-    return dataclasses.replace(config, network=network, log=log)
+    control = dataclasses.replace(config.control, listen=_nth("control.listen", config.control.listen, slot))
+    return dataclasses.replace(config, network=network, log=log, control=control)
+
+
+def _nth(key: str, listen: str, slot: int) -> str:
+    host, port = host_port(key, listen)
+    return f"[{host}]:{port and port + slot}" if ":" in host else f"{host}:{port and port + slot}"
 
 
 def _describe(code: int) -> str:

@@ -94,7 +94,8 @@ class Neighbours(Surroundings):
         """See Surroundings."""
         self._events.emit("state", state=state)
         try:
-            self.node.announce(state)
+            # A peer that leaves has no time for those who do not answer.
+            self.node.announce(state, wait=not self._stop.is_set())
         except TimeoutError:
             self._say(f"nobody could be told that this peer is {state} now; the next heartbeat will")
 

@@ -7,20 +7,24 @@ from pathlib import Path
 
 from swarmkit import __version__
 from swarmkit.compose import load_config
-from swarmkit.config import Config, config_from_json, config_to_json
+from swarmkit.config import Config, config_from_json, config_to_publish
 from swarmkit.consent import split_paths, with_paths
 from swarmkit.console import ConsoleSink
+from swarmkit.control_plane import ControlPlane
 from swarmkit.errors import ConfigError, OtherVersion
 from swarmkit.neighbours import Say
 from swarmkit.network_config import listen_for
 from swarmkit.peers.node import Node
-from swarmkit.replica import Place, open_data, socket_folder, told_errors, train
+from swarmkit.replica import Place, check_services, open_data, socket_folder, told_errors, train, watched_preemption
 from swarmkit.resume import check_fit, find_whole
 from swarmkit.run_folder import make_run_folder
 from swarmkit.signals import Leaving
 
 # What a joiner sets itself.
-OWN_SETTINGS = ("device", "threads", "out", "log", "network")
+OWN_SETTINGS = ("device", "threads", "out", "log", "network", "control", "preemption")
+
+# What a report may take on a busy machine; a peer that has to be gone by then leaves without one.
+REPORT_S = 10.0
 
 
 def start(config: Config, *, say: Say = print) -> int:
@@ -37,7 +41,7 @@ def start(config: Config, *, say: Say = print) -> int:
         try:
             _tell_entry(node, say)
             _refuse_second_start(node)
-            node.publish_config(config_to_json(config))
+            node.publish_config(config_to_publish(config))
             say(f"run {config.name!r} is up; results in {folder}; join it with:\n    {_join_line(node)}")
             if node.is_closed:
                 say(f"it is closed: invite others with `swarmkit invite GUEST name={config.name}`")
@@ -47,8 +51,8 @@ def start(config: Config, *, say: Say = print) -> int:
             result.code = train(node, config, corpus, place, leaving, say)
         finally:
             node.close()
-        _report(folder, say)
-    return result.code
+        _report(folder, leaving, say)
+    return leaving.end(result.code)
 
 
 def join(
@@ -82,7 +86,8 @@ def join(
                 result.code = train(node, config, corpus, place, leaving, say)
             finally:
                 node.close()
-            _report(folder, say)
+            _report(folder, leaving, say)
+        leaving.end(result.code)
     return result.code
 
 
@@ -96,6 +101,7 @@ def bootstrap(config: Config, *, invitation: str | None = None, say: Say = print
     leaving = Leaving(config.network.drain_timeout_s)
     leaving.install()
     with told_errors(say) as result, socket_folder(leaving) as sockets:
+        check_services(config)
         settings = config.network.settings(sockets, owner_of=config.name, invitation=invitation)
         known = config.network.initial_peers
         node = Node.start(config.name, initial_peers=known, settings=settings, role="bootstrap")
@@ -103,12 +109,17 @@ def bootstrap(config: Config, *, invitation: str | None = None, say: Say = print
             _tell_entry(node, say)
             stop = threading.Event()
             leaving.ready(stop.set, stop.set)
+            control = ControlPlane(node, config, leaving)
+            say(f"control plane at {control.serve()}")
             say(f"bootstrap of {config.name!r} is up; begin the run with network.initial_peers=[{node.addresses[0]}]")
-            stop.wait()
+            with watched_preemption(config.preemption, leaving, say):
+                stop.wait()
+            control.leave()
+            control.left()
             result.code = leaving.exit_code
         finally:
             node.close()
-    return result.code
+    return leaving.end(result.code)
 
 
 def _tell_entry(node: Node, say: Say) -> None:
@@ -179,7 +190,9 @@ def _adapt(published: Config, own: Config) -> Config:
     return dataclasses.replace(published, **{**ours, "network": network, "resume": None})
 
 
-def _report(folder: Path, say: Say) -> None:
+def _report(folder: Path, leaving: Leaving, say: Say) -> None:
+    if leaving.left_s < REPORT_S:
+        return
     from swarmkit.report import write_report
 
     try:

@@ -13,14 +13,17 @@ import torch
 from swarmkit import __version__, checkpoint
 from swarmkit.build import build_trainer, open_corpus, open_stream, pick_device
 from swarmkit.config import Config
+from swarmkit.control_plane import ControlPlane
 from swarmkit.data.corpus import Corpus
 from swarmkit.exits import EXPECTED, Exit, exit_code
 from swarmkit.metrics import EventLog, PrometheusSink, Sink, TensorBoardSink
 from swarmkit.neighbours import Neighbours, Say
 from swarmkit.network_config import PaceRule
 from swarmkit.peers.hygiene import make_socket_folder
+from swarmkit.peers.lateness import Fault
 from swarmkit.peers.node import Node
 from swarmkit.peers.rules import Rules
+from swarmkit.preemption import PreemptionConfig, PreemptionWatch
 from swarmkit.signals import Leaving
 from swarmkit.trainer import Outcome, Trainer
 
@@ -74,9 +77,29 @@ def socket_folder(leaving: Leaving) -> Iterator[str]:
 
 
 def open_data(config: Config) -> Corpus:
-    """Load the data, having checked the device: what can be refused is refused before the network starts."""
+    """Load the data, having checked what else is this machine's own: refused before the network starts."""
     pick_device(config.device)
+    check_services(config)
     return open_corpus(config)
+
+
+def check_services(config: Config) -> None:
+    """Raise ConfigError for files and programs of this machine that a peer's services cannot use."""
+    config.control.settings()
+    config.preemption.check()
+
+
+@contextlib.contextmanager
+def watched_preemption(config: PreemptionConfig, leaving: Leaving, say: Say) -> Iterator[None]:
+    """Leave in order when the hook says that this machine is about to be taken."""
+    if not config.is_set:
+        yield
+        return
+    watch = PreemptionWatch(config, leaving.ask, say)
+    try:
+        yield
+    finally:
+        watch.close()
 
 
 def train(node: Node, config: Config, corpus: Corpus, place: Place, leaving: Leaving, say: Say) -> int:
@@ -84,14 +107,17 @@ def train(node: Node, config: Config, corpus: Corpus, place: Place, leaving: Lea
     if config.threads:
         torch.set_num_threads(config.threads)
     stop = threading.Event()
-    sinks = [*place.sinks, *_sinks(config, place.folder)]
+    control = ControlPlane(node, config, leaving, folder=place.folder)
+    sinks = [*place.sinks, control, *_sinks(config, place.folder)]
     with EventLog(place.folder / "events.jsonl", peer=node.peer_id, sinks=sinks) as events:
         neighbours = Neighbours(node, config, events=events, stop=stop, say=say)
         try:
-            return _Replica(node, config, corpus, place, leaving, say, events, neighbours, stop).go()
+            return _Replica(node, config, corpus, place, leaving, say, events, neighbours, stop, control).go()
         except Exception as error:
             events.emit("error", text=f"{type(error).__name__}: {error}")
             raise
+        finally:
+            control.withdraw()
 
 
 def _sinks(config: Config, folder: Path) -> list[Sink]:
@@ -115,10 +141,11 @@ class _Replica:
         events: EventLog,
         neighbours: Neighbours,
         stop: threading.Event,
+        control: ControlPlane,
     ) -> None:
         self.node, self.config, self.corpus, self.place = node, config, corpus, place
         self.leaving, self.say = leaving, say
-        self.events, self.neighbours, self.stop = events, neighbours, stop
+        self.events, self.neighbours, self.stop, self.control = events, neighbours, stop, control
 
     def go(self) -> int:
         slot = self.place.slot
@@ -143,7 +170,9 @@ class _Replica:
         trainer.stop = self.stop
         if self.place.resume is None and (mark := self.node.shares().mark(slot)) is not None:
             trainer.take_over(mark)
-        self.leaving.ready(self.stop.set, collective.close)
+        collective.watch.on_fault.append(lambda fault: self._on_fault(fault, collective.watch.summary()))
+        self.leaving.ready(self._leave, collective.close)
+        self.control.serve(trainer.ask_checkpoint)
         if self.place.resume is not None:
             trainer.resume(checkpoint.load(self.place.resume), exactly=self.place.exactly)
             self.say(f"resumed {self.place.resume} at step {trainer.optimizer.step_count}")
@@ -161,23 +190,62 @@ class _Replica:
             tokens=trainer.tokens,
             tokens_per_step=trainer.tokens_per_step,
         )
-        code = self._begin(trainer)
-        if code is not None:
-            return code
-        return self._report(trainer.run(), redrawn=trainer.ledger.redrawn)
+        with watched_preemption(self.config.preemption, self.leaving, self.say):
+            code = self._begin(trainer)
+            if code is not None:
+                return code
+            return self._report(trainer.run(), redrawn=trainer.ledger.redrawn)
+
+    def _on_fault(self, fault: Fault, summary: str) -> None:
+        """Somebody holds the rounds up, or no longer does; called in the network's thread."""
+        self.node.heartbeat(late=summary)
+        self.events.emit(
+            "fault",
+            id=fault.peer_id,
+            what=fault.what,
+            round=fault.round,
+            seconds=fault.seconds,
+            usual_s=fault.usual_s,
+            ended=fault.ended,
+            text=fault.text,
+        )
+
+    def _leave(self) -> None:
+        """Begin to leave; a signal handler may call this at any moment, so whatever takes locks is for a thread."""
+        self.stop.set()
+        threading.Thread(target=self._say_leaving, name="swarmkit-leaving", daemon=True).start()
+
+    def _say_leaving(self) -> None:
+        self.node.abandon_fetch()
+        self.control.leave()
+        self.events.emit("leaving", reason=self.leaving.reason, within_s=self.leaving.timeout_s)
+        self.say(f"leaving: {self.leaving.reason}")
 
     def _begin(self, trainer: Trainer) -> int | None:
         """Enter the run; an exit code when that was not possible."""
         under_way = any(r.state == "training" for r in self.node.refresh() if r.peer_id != self.node.peer_id)
         if self.place.joining:
             trainer.join(observe=under_way)
+        if self.leaving.is_leaving:
+            return self._left_early()  # it may hold no state, so nobody must wait for it or fetch from it
         self.node.serve_state(trainer.optimizer.snapshot, trainer.optimizer.version)
         self.neighbours.change_state("waiting")
         if not self.neighbours.wait_for(self.place.expected, self.place.still_expected):
-            return self.leaving.exit_code if self.leaving.number is not None else Exit.too_few
+            return self._left_early() if self.leaving.is_leaving else Exit.too_few
         self.neighbours.change_state("training")
         self.say(f"training from step {trainer.optimizer.step_count} of {self.config.steps}")
         return None
+
+    def _left_early(self) -> int:
+        """Go before there was anything to contribute or to keep."""
+        self.control.left()
+        self.say("left before training began")
+        self._close(finished=False)
+        return self.leaving.exit_code
+
+    def _close(self, *, finished: bool) -> None:
+        # Not to the last moment: the process has to end by itself before the kernel ends it.
+        self.node.close(state="done" if finished else "gone", within_s=max(1.0, 0.7 * self.leaving.left_s))
 
     def _report(self, outcome: Outcome, *, redrawn: int) -> int:
         if outcome.finished and not outcome.left_behind:
@@ -202,9 +270,9 @@ class _Replica:
         self.say(f"{'finished' if outcome.finished else 'left'} at step {outcome.step}, digest {outcome.digest}")
         if outcome.score is not None:
             self.say(f"validation loss {outcome.score.loss:.4f} nats, {outcome.score.bpb:.4f} bits")
-        self.node.close(state="done" if outcome.finished else "gone")
+        self._close(finished=outcome.finished)
         if outcome.left_behind:
             return Exit.error
         if outcome.finished:
             return Exit.ok
-        return self.leaving.exit_code if self.leaving.number is not None else Exit.too_few
+        return self.leaving.exit_code if self.leaving.is_leaving else Exit.too_few

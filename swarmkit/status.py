@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from swarmkit.peer_table import table
 from swarmkit.peers.node import Node
 from swarmkit.peers.peer_cache import default_folder
-from swarmkit.peers.roster import PeerRecord
 from swarmkit.peers.settings import NetworkSettings
 from swarmkit.peers.shares import Coverage, cover
+
+__all__ = ["show_status", "table"]
 
 
 def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool, invitation: str | None = None) -> None:
@@ -37,6 +37,8 @@ def show_status(addresses: Sequence[str], *, name: str | None, as_json: bool, in
         console.print(table(run, records, now=time.time()))
         if slots:
             console.print(tell_data(slots), markup=False)
+        for late in sorted({record.late for record in records if record.late}):
+            console.print(f"late, as members of the last rounds see it: {late}", markup=False, soft_wrap=True)
         for record in [record for record in records if record.address and record.is_active][:3]:
             console.print(f"{record.peer_id[-6:]}: swarmkit join {record.address}", markup=False, soft_wrap=True)
 
@@ -58,52 +60,3 @@ def observer_settings(
         invitation=invitation,
         run_key=run_key,
     )
-
-
-def table(run: str, records: Sequence[PeerRecord], *, now: float) -> Table:
-    """The peers as a table; `now` is wall-clock time, which heartbeats carry as well."""
-    digests = {record.digest for record in records if record.digest}
-    shown = Table(
-        title=f"run {escape(run)}: {len(records)} peers, {_agreement(records, digests)}", box=None, padding=(0, 1, 0, 0)
-    )
-    columns = (
-        "peer",
-        "role",
-        "state",
-        "step",
-        "round",
-        "loss",
-        "tok/s",
-        "MB out",
-        "MB in",
-        "device",
-        "seen",
-        "digest",
-    )
-    for column in columns:
-        numeric = column in ("step", "round", "loss", "tok/s", "MB out", "MB in", "seen")
-        shown.add_column(column, justify="right" if numeric else "left")
-    for record in records:
-        shown.add_row(
-            escape(record.peer_id[-6:]),
-            escape(record.role),
-            escape(record.state),
-            str(record.step),
-            str(record.round),
-            f"{record.loss:.3f}",
-            f"{record.tokens_per_s:,.0f}",
-            f"{record.bytes_sent / 1e6:.1f}",
-            f"{record.bytes_received / 1e6:.1f}",
-            escape(record.device),
-            f"{max(0.0, now - record.updated_at):.0f} s",
-            escape(record.digest[:6]),
-        )
-    return shown
-
-
-def _agreement(records: Sequence[PeerRecord], digests: set[str]) -> str:
-    if len(digests) <= 1:
-        return "anchors equal" if digests else "no anchor yet"
-    rounds = {record.round for record in records if record.digest}
-    # Heartbeats of different rounds are expected to differ: peers beat at different moments.
-    return "anchors DIFFER" if len(rounds) == 1 else "heartbeats of different rounds"

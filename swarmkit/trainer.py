@@ -1,10 +1,12 @@
 """The training loop: batch, loss, strategy step, metrics, evaluation, checkpoint."""
 
 import math
+import queue
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,10 @@ class Trainer:
         self.ledger.begin(source.position)
         self._evaluated_at = self._saved_at = self._logged_at = 0
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
+        self._newest: Path | None = None  # that checkpoint
+        self._wanted: queue.SimpleQueue[Future[tuple[str, int]]] = (
+            queue.SimpleQueue()
+        )  # checkpoints that were asked for
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
         optimizer.on_round.append(self._on_round)
 
@@ -267,6 +273,7 @@ class Trainer:
                 self._score()
         if self._is_due(self.config.checkpoint.every, self._saved_at) and self._at_round():
             self._save_if_possible()
+        self._save_wanted()
 
     def _is_due(self, every: int, last: int) -> bool:
         return every > 0 and self.optimizer.step_count // every > last // every
@@ -363,6 +370,29 @@ class Trainer:
     def _validation(self) -> Iterator[Batch]:
         return self.corpus.validation(self.config.batch_size, self.config.eval.batches)
 
+    def ask_checkpoint(self) -> "Future[tuple[str, int]]":
+        """Have a checkpoint written after the step that runs; from any thread. Gives its absolute path and step."""
+        future: Future[tuple[str, int]] = Future()
+        self._wanted.put(future)
+        return future
+
+    def _save_wanted(self) -> None:
+        while not self._wanted.empty():
+            future = self._wanted.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                if self._newest is None or self._last_save != (self.optimizer.step_count, self.optimizer.round):
+                    self.save()
+            except OSError as error:
+                future.set_exception(error)
+            except TrainingDiverged as error:
+                future.set_exception(OSError(str(error)))
+                raise
+            else:
+                assert self._newest is not None
+                future.set_result((str(self._newest.absolute()), self._last_save[0]))
+
     def _save_if_possible(self) -> None:
         """Write a checkpoint; a disk that is full or gone is no reason to stop training, but is told."""
         try:
@@ -383,6 +413,7 @@ class Trainer:
         path = checkpoint.save(self._checkpoints, tensors, meta, keep=self.config.checkpoint.keep)
         self._saved_at = self.optimizer.step_count
         self._last_save = (self.optimizer.step_count, self.optimizer.round)
+        self._newest = path
         self.events.emit("checkpoint", step=self._saved_at, path=str(path))
         return path
 
@@ -413,6 +444,7 @@ class Trainer:
         sample = self._sample() if evaluates else ""
         if self.optimizer.step_count and self._last_save != (self.optimizer.step_count, self.optimizer.round):
             self._save_if_possible()
+        self._save_wanted()
         outcome = Outcome(
             step=self.optimizer.step_count,
             round=self.optimizer.round,

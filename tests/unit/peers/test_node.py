@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -216,3 +218,25 @@ def test_a_node_whose_p2pd_died_fails_its_rounds_instead_of_going_on_alone() -> 
     done = subprocess.run([sys.executable, "-c", CUT_OFF], capture_output=True, text=True, timeout=60)
     assert "p2pd died" in done.stdout, done.stderr
     assert done.returncode == 0
+
+
+def test_a_download_that_is_abandoned_ends_at_once_and_so_does_every_later_one(pair: tuple[Node, Node]) -> None:
+    first, second = pair
+    asked, release = threading.Event(), threading.Event()
+
+    def provide() -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        asked.set()
+        release.wait(30)
+        return {"a": torch.ones(3)}, {}
+
+    first.serve_state(provide)
+    first.announce("training")
+    with ThreadPoolExecutor() as pool:
+        fetching = pool.submit(second.fetch_state)
+        assert asked.wait(20)
+        second.abandon_fetch()
+        with pytest.raises(JoinFailed, match="given up: this peer leaves"):
+            fetching.result(5)
+        release.set()
+        with pytest.raises(JoinFailed, match="given up: this peer leaves"):
+            second.fetch_state()

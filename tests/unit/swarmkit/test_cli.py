@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 from swarmkit import __version__, cli
 from swarmkit.errors import CheckpointError, ConfigError, JoinFailed, TrainingDiverged
 
-COMMANDS = ["local", "start", "join", "invite", "bootstrap", "status", "doctor", "eval", "generate", "config"]
+COMMANDS = [
+    *("local", "start", "join", "invite", "bootstrap", "status", "doctor", "drain", "checkpoint", "watch"),
+    *("eval", "generate", "config"),
+]
 PEER_ID = "QmTTSmGoWvbDzYNU4GSLsPUw8sk6xRZBN71BrEkQ2HxvVc"
 
 
@@ -91,10 +94,10 @@ def test_every_problem_has_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ]
 
 
-@pytest.mark.parametrize("command", ["join", "status"])
+@pytest.mark.parametrize("command", ["join", "status", "drain"])
 @pytest.mark.parametrize(
     "address",
-    ["", "x", "127.0.0.1:31337", "http://a.b", "/ip4/127.0.0.1/tcp/1", f"/ip4/300.0.0.1/tcp/1/p2p/{PEER_ID}",
+    ["", "x", "127.0.0.1:99999", "http://a.b", "/ip4/127.0.0.1/tcp/1", f"/ip4/300.0.0.1/tcp/1/p2p/{PEER_ID}",
      f"/ip4/127.0.0.1/tcp/99999/p2p/{PEER_ID}", "/ip4/127.0.0.1/tcp/1/p2p/", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID},x"],
 )  # fmt: skip
 def test_a_malformed_address_is_refused_before_anything_starts(
@@ -103,6 +106,15 @@ def test_a_malformed_address_is_refused_before_anything_starts(
     assert run_main(monkeypatch, command, address) == 10
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("swarmkit: ")
+
+
+@pytest.mark.parametrize("command", ["status", "drain", "checkpoint", "watch"])
+def test_a_peer_that_is_not_there_is_one_line_and_exit_code_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert run_main(monkeypatch, command, "127.0.0.1:9") == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("swarmkit: no control plane answers at 127.0.0.1:9")
 
 
 def test_a_key_that_eval_does_not_know_is_named_with_the_nearest() -> None:

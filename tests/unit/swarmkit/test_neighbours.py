@@ -43,7 +43,7 @@ class FakeNode:
     def check_invited(self) -> None:
         pass
 
-    def announce(self, state: str) -> None:
+    def announce(self, state: str, *, wait: bool = True) -> None:
         self.mine = replace(self.mine, state=state)
 
     def wait_for_peers(self, count: int, *, timeout: float) -> bool:

@@ -16,10 +16,21 @@ leaving.install()
 stop, late = threading.Event(), threading.Event()
 if sys.argv[2] != "starting":
     leaving.ready(stop.set, late.set)
+if sys.argv[2] == "asked":
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend([leaving.ask("why"), leaving.ask("again")]))
+    thread.start()
+    thread.join()
+    assert answers == [True, False]
 print("up", flush=True)
 if sys.argv[2] == "stuck":
     while True:
         time.sleep(60)
+if sys.argv[2] == "asked":
+    stop.wait()
+    late.wait()
+    print(leaving.reason, leaving.left_s <= leaving.timeout_s, flush=True)
+    leaving.end(leaving.exit_code)
 if sys.argv[2] == "slow":
     late.wait()
     print("deadline", flush=True)
@@ -72,3 +83,17 @@ def test_the_kernel_ends_what_is_stuck() -> None:
     code, _, seconds = run("stuck", signal.SIGTERM, timeout_s=1.0)
     assert code == -signal.SIGALRM
     assert seconds < 5
+
+
+def test_it_can_be_asked_from_any_thread_and_leaves_by_the_deadline() -> None:
+    code, output, seconds = run("asked", timeout_s=3.0)
+    assert (code, output) == (0, "why True\n")
+    assert seconds < 6
+
+
+def test_a_signal_after_it_was_asked_is_the_first_and_the_next_ends_it() -> None:
+    assert run("asked", signal.SIGTERM, timeout_s=3.0)[:2] == (0, "why True\n")
+    code, output, seconds = run("asked", signal.SIGTERM, signal.SIGINT, timeout_s=60)
+    assert code in (130, 143)
+    assert output == ""
+    assert seconds < 30

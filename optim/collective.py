@@ -19,6 +19,8 @@ class RoundKey:
     # What the member's contribution starts from, such as a hash over the rounds it has applied. Members with different
     # ones are not averaged: those in the minority miss the round. Empty: fits all.
     lineage: str = field(default="", compare=False)
+    # Of the tensors it starts from. Among members of one lineage those in the minority miss the round. Empty: unknown.
+    digest: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.name}/{self.index}"

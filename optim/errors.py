@@ -9,10 +9,12 @@ class RoundFailed(SwarmError):
     """A round closed without a result for this peer; nothing of it was applied.
 
     `missed` is True when the round closed for others without this peer, which therefore no longer holds the anchor
-    that the others hold and has to fetch the state before it contributes again.
+    that the others hold and has to fetch the state before it contributes again. `diverged` is True when that is so
+    because what it holds differs from what the majority holds after the same rounds.
     """
 
-    def __init__(self, reason: str, *, missed: bool = False) -> None:
+    def __init__(self, reason: str, *, missed: bool = False, diverged: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.missed = missed
+        self.diverged = diverged

@@ -104,13 +104,18 @@ class FlyingOptimizer(FragmentedOptimizer):
                 if self._delay is None and flight.offer.weight > 0:
                     fragment.kept = flight.offer.tensors
                 self._on_failure(flight.offer)
-                flight.report = replace(report, failed=flight.offer.trouble or error.reason, missed=error.missed)
+                if error.diverged:
+                    self.digests.note_outcome(diverged=True)
+                failed = flight.offer.trouble or error.reason
+                flight.report = replace(report, failed=failed, missed=error.missed, diverged=error.diverged)
             self.needs_state = self.needs_state or error.missed
         else:
             flight.report = self._take(fragment, flight, reduced, report)
         flight.exposed += self._clock() - started
 
     def _take(self, fragment: Fragment, flight: Flight, reduced: Reduced, report: RoundReport) -> RoundReport:
+        if flight.key.digest:
+            self.digests.note_outcome(diverged=False)
         split = len(flight.offer.tensors)
         end = len(reduced.tensors) - (len(self._buffers) if fragment.number == 0 else 0)
         with self._lock, torch.no_grad():
@@ -165,7 +170,7 @@ class FlyingOptimizer(FragmentedOptimizer):
         name = self.round_name if self._count == 1 else f"{self.round_name}-{fragment.number}-of-{self._count}"
         if not fragment.lineage:
             fragment.lineage = first_lineage(self._form(), fragment.part)
-        return RoundKey(name, index, fragment.lineage)
+        return RoundKey(name, index, fragment.lineage, self.digests.of(fragment.lineage))
 
     def _restart(self, fragment: Fragment) -> None:
         """Count the progress from the parameters as they are now."""

@@ -70,6 +70,11 @@ class FragmentedOptimizer(SyncedOptimizer):
         finally:
             self._telling = None
 
+    def _take_digest(self, round: int) -> None:
+        fragment = self._telling
+        if fragment is not None:
+            self.digests.take(round, fragment.part.named(), lambda: fragment.lineage)
+
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

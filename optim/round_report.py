@@ -28,6 +28,7 @@ class RoundReport:
     clipped: float = 0.0  # share of the outer momentum's values that were clipped
     failed: str | None = None  # why nothing was applied, or why nothing was contributed
     missed: bool = False  # the others closed the round without this peer
+    diverged: bool = False  # because this peer's anchor is not the majority's
 
     def closed(self, stats: RoundStats, **more: Any) -> "RoundReport":  # noqa: ANN401 - fields of the report
         """This report once the round has closed: who was in it, what it cost, and whatever else there is to say."""

@@ -1,7 +1,7 @@
 """What lies in a snapshot and how it is checked: names, forms, the inner optimizer's state, the digest."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,19 @@ def take(tensor: Tensor) -> Tensor:
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """BLAKE2b (16 bytes, hex) over names, dtypes, shapes and bytes, in the mapping's order."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous()
-        digest.update(f"{name}:{flat.dtype}:{tuple(flat.shape)};".encode())
-        if flat.numel():
-            digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    for part in digest_parts(tensors):
+        digest.update(part)
     return digest.hexdigest()
+
+
+def digest_parts(tensors: Mapping[str, Tensor], slice_bytes: int = 1 << 62) -> Iterator[bytes | memoryview]:
+    """What `digest_tensors` hashes, in slices of so many bytes at most."""
+    for name, tensor in tensors.items():
+        flat = tensor.detach().contiguous().reshape(-1)
+        yield f"{name}:{flat.dtype}:{tuple(tensor.shape)};".encode()
+        step = max(1, slice_bytes // flat.element_size())
+        for start in range(0, flat.numel(), step):
+            yield flat[start : start + step].cpu().view(torch.uint8).numpy().data
 
 
 def sort_by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from swarmkit.optim.agreement import Digests
 from swarmkit.optim.anchor import Anchor
 from swarmkit.optim.averaging import Adaptive, Averaging, PlainAveraging, TensorChoice
 from swarmkit.optim.collective import Collective
@@ -63,6 +64,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._offload = torch.device(offload) if offload is not None else None
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._lock = threading.RLock()
+        self.digests = Digests(self._lock)
         self.round = 0
         self.lineage = ""  # hash chain over the rounds whose results this peer holds
         self.step_count = 0

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from swarmkit.optim.agreement import EVERY_ROUNDS
 from swarmkit.optim.anchor import Anchor
 from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
@@ -238,7 +239,8 @@ class SyncedOptimizer(StatefulOptimizer):
             round=self.round, step=self.step_count, window=self.step_count - self._synced_step, weight=offer.weight
         )
         try:
-            key = RoundKey(self.round_name, self.round, self._begun_lineage())
+            lineage = self._begun_lineage()
+            key = RoundKey(self.round_name, self.round, lineage, self.digests.of(lineage))
             reduced = self.averaging.begin(offer.tensors, offer.exact, round=key, weight=offer.weight).result()
         except RoundFailed as error:
             with self._lock:
@@ -246,7 +248,9 @@ class SyncedOptimizer(StatefulOptimizer):
                 if offer.trouble is not None:
                     self._discard()
                 self._close_window()
-            report = replace(report, failed=offer.trouble or error.reason, missed=error.missed)
+            if error.diverged:
+                self.digests.note_outcome(diverged=True)
+            report = replace(report, failed=offer.trouble or error.reason, missed=error.missed, diverged=error.diverged)
             self.needs_state = self.needs_state or error.missed
         else:
             report = self._on_success(key, reduced, report, offer)
@@ -266,8 +270,14 @@ class SyncedOptimizer(StatefulOptimizer):
         self.last_report = report
         if report.failed is None and not report.missed:
             self._past.append(self._present_lineage())
+        if report.members and (report.window > 1 or report.round % EVERY_ROUNDS == 0):
+            self._take_digest(report.round)
         for callback in self.on_round:
             callback(report)
+
+    def _take_digest(self, round: int) -> None:
+        """Find out what digest the anchor has after a round, for the next round's hello and for the others."""
+        self.digests.take(round, self.anchor(), lambda: self.lineage)
 
     def _offer(self, observe: bool) -> Offer:
         """This peer's contribution and weight; values that are not finite are never sent."""
@@ -284,6 +294,8 @@ class SyncedOptimizer(StatefulOptimizer):
         return self.samples if self.samples > 0 else float(self._unsent_steps)
 
     def _on_success(self, key: RoundKey, reduced: Reduced, report: RoundReport, offer: Offer) -> RoundReport:
+        if key.digest:
+            self.digests.note_outcome(diverged=False)
         split, end = len(offer.tensors), len(reduced.tensors) - len(self._buffers)
         with self._lock, torch.no_grad():
             norm = self._apply(reduced.tensors[:split], reduced.tensors[split:end])

@@ -8,6 +8,7 @@ from swarmkit.optim.errors import SwarmError
 from swarmkit.peers.errors import JoinFailed
 
 if TYPE_CHECKING:
+    from swarmkit.optim.agreement import Agreed
     from swarmkit.optim.synced import RoundReport, SyncedOptimizer
     from swarmkit.peers.node import Node
 
@@ -28,12 +29,23 @@ def attach(node: "Node", optimizer: "SyncedOptimizer") -> None:
     def tell(report: "RoundReport") -> None:
         node.heartbeat(round=report.round + 1, step=report.step)
 
+    def tell_digest(agreed: "Agreed") -> None:
+        node.heartbeat(lineage=agreed.lineage, digest=agreed.digest)
+
     def heal(*_: object) -> None:
+        report = optimizer.last_report
+        reason = "" if optimizer.needs_state or not optimizer.digests.are_comparable else node.disagreement()
+        if reason:
+            optimizer.digests.note_outcome(diverged=True)
+            optimizer.needs_state = True
+        elif report is not None and report.diverged:
+            reason = str(report.failed)
         if optimizer.needs_state:
-            logger.warning("the others closed a round without this peer: fetching their state")
+            logger.warning("%s: fetching their state", reason or "the others closed a round without this peer")
             catch_up(node, optimizer)
 
     optimizer.on_round.append(tell)
+    optimizer.digests.on_agreed.append(tell_digest)
     # After the step rather than in it: its gradients are of parameters that the state replaces.
     optimizer.register_step_post_hook(heal)
 

@@ -239,6 +239,7 @@ class _Member:
             "config": self._c._roster.mine.config,
             "rules": str(self._c._rules),
             "norm": await self._norm(),
+            "digest": self._key.digest,
             "joined_at": self._c._roster.mine.joined_at,
         }
         target = self._c._roster.coordinator()
@@ -379,7 +380,8 @@ class _Member:
     def _conclude(self, answer: Message) -> tuple[Result, Decision]:
         if field(answer, "outcome", str) != "commit":
             reason = field(answer, "reason", str)[:500]
-            raise RoundFailed(f"round {self._key}: {reason}", missed=field(answer, "missed", bool))
+            missed, diverged = field(answer, "missed", bool), answer.get("diverged") is True
+            raise RoundFailed(f"round {self._key}: {reason}", missed=missed, diverged=diverged)
         attempt = field(answer, "attempt", str)
         members = tuple(str(member) for member in field(answer, "members", list))
         weights = tuple(float(weight) for weight in field(answer, "weights", list))

@@ -43,7 +43,7 @@ class StatusReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., leaving: _Optional[str] = ..., steps: _Optional[int] = ..., folder: _Optional[str] = ..., checkpoint: _Optional[str] = ..., rounds_closed: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[Fault, _Mapping]]] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("peer_id", "role", "state", "step", "round", "loss", "tokens_per_s", "bytes_sent", "bytes_received", "device", "version", "digest", "seen_s", "address")
+    __slots__ = ("peer_id", "role", "state", "step", "round", "loss", "tokens_per_s", "bytes_sent", "bytes_received", "device", "version", "digest", "seen_s", "address", "lineage")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Peer(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SEEN_S_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     role: str
     state: str
@@ -72,7 +73,8 @@ class Peer(_message.Message):
     digest: str
     seen_s: float
     address: str
-    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., digest: _Optional[str] = ..., seen_s: _Optional[float] = ..., address: _Optional[str] = ...) -> None: ...
+    lineage: str
+    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., digest: _Optional[str] = ..., seen_s: _Optional[float] = ..., address: _Optional[str] = ..., lineage: _Optional[str] = ...) -> None: ...
 
 class Fault(_message.Message):
     __slots__ = ("peer_id", "what", "seconds", "usual_s", "round", "ended", "text")

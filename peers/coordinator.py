@@ -99,6 +99,7 @@ class Coordinator:
             config=field(message, "config", str, lambda text: len(text) <= 64),
             rules=field(message, "rules", str, lambda text: len(text) <= 64),
             norm=field(message, "norm", float, finite),
+            digest=field({"digest": "", **message}, "digest", str, lambda text: len(text) <= 64),
         )
         self._roster.heard_from(caller)
         self._holds.pop(caller, None)

@@ -48,6 +48,7 @@ class _Offer:
                 "name": self.key.name,
                 "index": self.key.index,
                 "lineage": self.key.lineage,
+                "digest": self.key.digest,
                 "schema": self.schema.to_message(),
                 "form": self.schema.form,
             }
@@ -56,7 +57,8 @@ class _Offer:
     @classmethod
     def decode(cls, data: bytes) -> "_Offer":
         message = decode(data)
-        key = RoundKey(field(message, "name", str), field(message, "index", int), field(message, "lineage", str))
+        lineage, digest = field(message, "lineage", str), field(message, "digest", str)
+        key = RoundKey(field(message, "name", str), field(message, "index", int), lineage, digest)
         return cls(field(message, "operation", str), key, Schema.from_message(message, max_bytes=_MAX_OFFER_BYTES))
 
     def __str__(self) -> str:
@@ -202,6 +204,9 @@ class TorchCollective:
                 raise RoundFailed(f"rank{rank} cancelled it")
         if len({offer.key.lineage for offer in offers} - {""}) > 1:
             raise RoundFailed("members start from different states: give all of them the same parameters")
+        if len({offer.key.digest for offer in offers} - {""}) > 1:
+            held = ", ".join(f"rank{rank} {offer.key.digest[:12]}" for rank, offer in enumerate(offers))
+            raise RoundFailed(f"the members' anchors differ though they had the same rounds: {held}", diverged=True)
         weights = tuple(weight for *_, weight, _ in hellos)
         if one.operation == "reduce":
             _check_equal([offer.schema for offer in offers])

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 from swarmkit.peers.roster import PeerRecord
+from swarmkit.peers.votes import outvoted
 
 BEHIND = 3  # rounds; who is further behind than that has been left behind, not only beaten a moment ago
 
@@ -11,9 +12,11 @@ BEHIND = 3  # rounds; who is further behind than that has been left behind, not 
 def rank_donors(records: Sequence[PeerRecord], me: str) -> list[str]:
     """Peers that may serve the state to `me`: those at the newest round first, each joiner in an order of its own.
 
+    Who holds another anchor than the majority after the same rounds is not asked.
     So joiners that come at once spread over the donors (rendezvous hashing) without anybody keeping count.
     """
-    donors = [record for record in records if record.is_active and record.peer_id != me]
+    wrong = outvoted(records)
+    donors = [r for r in records if r.is_active and r.peer_id != me and r.peer_id not in wrong]
     newest = max((record.round for record in donors), default=0)
 
     def order(record: PeerRecord) -> tuple[bool, bytes]:

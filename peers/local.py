@@ -15,7 +15,7 @@ from swarmkit.optim.mean import weighted_mean
 from swarmkit.optim.norms import is_finite
 from swarmkit.optim.shards import Shards, Wire
 from swarmkit.peers.layout import Schema
-from swarmkit.peers.reduction import check_payload, check_wired, major_lineage
+from swarmkit.peers.reduction import check_payload, check_wired, find_diverged
 
 T = TypeVar("T")
 Operation = Literal["reduce", "gather", "shard"]
@@ -29,6 +29,7 @@ class _Arrival:
     started: float
     lineage: str
     wire: Wire | None
+    digest: str
 
 
 @dataclass(slots=True)
@@ -38,7 +39,8 @@ class _Round:
     timer: threading.Timer
     arrivals: dict[str, _Arrival] = field(default_factory=dict)
     last_arrival: float = 0.0
-    diverged: list[_Arrival] = field(default_factory=list)  # who came from another past than the majority
+    # Who does not start from what the majority starts from, and why.
+    diverged: list[tuple[_Arrival, str]] = field(default_factory=list)
 
 
 class LocalSwarm:
@@ -129,7 +131,7 @@ class LocalSwarm:
             round = self._rounds[key]
             if peer_id in round.arrivals or operation != round.operation:
                 raise ValueError(f"round {key}: a key is used once, for one operation")
-            round.arrivals[peer_id] = _Arrival(tensors, weight, future, now, key.lineage, wire)
+            round.arrivals[peer_id] = _Arrival(tensors, weight, future, now, key.lineage, wire, key.digest)
             round.last_arrival = now
             future.add_done_callback(lambda done: self._withdraw(key, peer_id) if done.cancelled() else None)
             if self._is_complete(key):
@@ -160,17 +162,15 @@ class LocalSwarm:
         self._closed[key.name] = max(key.index, self._closed.get(key.name, -1))
         arrived = ((peer, round.arrivals[peer]) for peer in self._order if peer in round.arrivals)
         round.arrivals = {peer: a for peer, a in arrived if a.future.set_running_or_notify_cancel()}
-        major = major_lineage(arrival.lineage for arrival in round.arrivals.values())
-        others = [peer for peer, a in round.arrivals.items() if a.lineage not in ("", major)]
-        round.diverged = [round.arrivals.pop(peer) for peer in others]
+        others = find_diverged([(peer, a.lineage, a.digest) for peer, a in round.arrivals.items()])
+        round.diverged = [(round.arrivals.pop(peer), reason) for peer, reason in others.items()]
         return round
 
 
 def _settle(round: _Round) -> None:
     """Give the members their results, outside the lock: whoever waits for one may offer to the next round at once."""
-    for arrival in round.diverged:
-        reason = f"round {round.key}: this member does not start from what the others start from"
-        arrival.future.set_exception(RoundFailed(reason, missed=True))
+    for arrival, reason in round.diverged:
+        arrival.future.set_exception(RoundFailed(f"round {round.key}: {reason}", missed=True, diverged=True))
     try:
         results = _OPERATIONS[round.operation](round)
     except (ValueError, OverflowError) as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from swarmkit.peers.access import open_access
+from swarmkit.peers.agreement import Agreement, check_anchor
 from swarmkit.peers.attach import attach
 from swarmkit.peers.checkup import Checkup
 from swarmkit.peers.collective import SwarmCollective
@@ -82,6 +83,7 @@ class Node:
         self._fetching: Future[Snapshot] | None = None
         self._abandoned = False
         self._closed = threading.Lock()
+        self._agreement = Agreement()
         self._download = Download()  # what a fetch that failed has left for the next
         self._ended: AccessRefused | None = None  # why this peer's own invitation is good for nothing any more
 
@@ -229,7 +231,16 @@ class Node:
         unknown = set(values) - _BEAT_FIELDS
         if unknown:
             raise TypeError(f"unknown heartbeat fields {sorted(unknown)}; known: {sorted(_BEAT_FIELDS)}")
-        self._thread.loop.call_soon_threadsafe(lambda: self._roster.say(**values))
+        self._thread.loop.call_soon_threadsafe(self._set_record, values)
+
+    def _set_record(self, values: dict[str, object]) -> None:
+        self._roster.say(**values)
+        if values.get("digest"):
+            self._agreement.note(self._roster.mine.lineage, self._roster.mine.digest)
+
+    def disagreement(self) -> str:
+        """Why this peer should fetch the state: most others hold another anchor after the same rounds. Empty: none."""
+        return self._agreement.verdict(self._roster.table(), self._roster.mine)
 
     def announce(self, state: str, *, wait: bool = True) -> None:
         """Change this peer's state and tell the others at once; raises TimeoutError when only a heartbeat will.
@@ -399,7 +410,10 @@ class Node:
             raise NotInvited(error.text, error.refusal) from error
         await Fetch(self._rpc, self._bulk, self.settings, self._donors, self._download, progress).run()
         done, self._download = self._download, Download()
-        return done.snapshot()
+        tensors, meta = done.snapshot()
+        await asyncio.to_thread(check_anchor, tensors, meta, self._roster.table())
+        self._agreement.forget()
+        return tensors, meta
 
     def _donors(self) -> list[str]:
         active = set(self._roster.active())

@@ -58,3 +58,22 @@ def major_lineage(lineages: Iterable[str]) -> str:
     """
     counts = Counter(lineage for lineage in lineages if lineage)
     return max(counts, key=lambda lineage: counts[lineage], default="")
+
+
+def find_diverged(members: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+    """Who may not be averaged with the others, and why; of (peer, lineage, digest) in join order.
+
+    Members must start from the same rounds and then from the same bits. The majority's count each time, and on a tie
+    those of the member that joined first; what is empty fits all.
+    """
+    found: dict[str, str] = {}
+    lineage = major_lineage(past for _, past, _ in members)
+    for peer, past, _ in members:
+        if past not in ("", lineage):
+            found[peer] = "this peer does not start from what the others start from"
+    same = [(peer, digest) for peer, past, digest in members if past == lineage]
+    digest = major_lineage(held for _, held in same)
+    for peer, held in same:
+        if held not in ("", digest):
+            found[peer] = f"the anchor of {peer[-8:]} differs from the majority's: {held[:12]}, not {digest[:12]}"
+    return found

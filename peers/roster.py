@@ -53,7 +53,8 @@ class PeerRecord:
     bytes_received: int = 0
     device: str = ""
     version: str = ""
-    digest: str = ""  # of the anchor
+    digest: str = ""  # of the anchor after the last round for which it is known
+    lineage: str = ""  # hash chain over the rounds up to that one: peers that have it equal must have equal digests
     config: str = ""  # hash of the run's configuration as this peer has it
     revoked: str = ""  # digest of the revocations that this peer knows
     address: str = ""  # with which others join the run here

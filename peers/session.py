@@ -13,7 +13,7 @@ from math import inf
 from swarmkit.optim.collective import RoundKey
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.layout import Schema
-from swarmkit.peers.reduction import major_lineage
+from swarmkit.peers.reduction import find_diverged, major_lineage
 from swarmkit.peers.roster import Roster
 from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.rules import median_norm
@@ -42,6 +42,7 @@ class Arrival:
     rules: str = ""  # how it averages
     norm: float = 0.0  # of its contribution, as it says itself
     at: float = field(default_factory=time.monotonic)
+    digest: str = ""  # of the anchor that it starts from; empty: not known
 
 
 # Asks peers about a round: how it ended elsewhere, or, unless `patient`, that they still meet elsewhere; else None.
@@ -338,15 +339,13 @@ class Session:
     def _refuse_diverged(self, excluded: dict[str, str]) -> None:
         """Members must start from the same anchor; who does not misses the round and fetches the state.
 
-        The majority's lineage counts, and on a tie that of the member that joined first. This is what turns every
-        divergence, however it came about, into a state transfer.
+        This is what turns every divergence, however it came about, into a state transfer.
         """
-        known = sorted((a.order, peer) for peer, a in self._arrivals.items() if a.lineage and peer not in excluded)
-        major = major_lineage(self._arrivals[peer].lineage for _, peer in known)
-        for _, peer in known:
-            if self._arrivals[peer].lineage != major:
-                excluded[peer] = "this peer does not start from what the others start from"
-                self._answer(peer, {"outcome": "failed", "reason": excluded[peer], "missed": True})
+        known = [(a.order, peer, a.lineage, a.digest) for peer, a in self._arrivals.items() if peer not in excluded]
+        for peer, reason in find_diverged([member[1:] for member in sorted(known)]).items():
+            logger.warning("round %s: %s misses it: %s", self.key, peer[-8:], reason)
+            excluded[peer] = reason
+            self._answer(peer, {"outcome": "failed", "reason": reason, "missed": True, "diverged": True})
 
     def _refuse_mismatched(self, excluded: dict[str, str]) -> None:
         """Members must bring equal schemas to a reduction; the majority's counts, and a tie fails the round for all."""

@@ -166,6 +166,7 @@ def peer_message(record: PeerRecord, *, now: float) -> pb.Peer:
         device=record.device,
         version=record.version,
         digest=record.digest,
+        lineage=record.lineage,
         seen_s=max(0.0, now - record.updated_at),
         address=record.address,
     )

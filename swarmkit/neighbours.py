@@ -103,6 +103,10 @@ class Neighbours(Surroundings):
         """See Surroundings."""
         return next((record.state for record in self.node.table() if record.peer_id == peer_id), "gone")
 
+    def disagreement(self) -> str:
+        """See Surroundings."""
+        return self.node.disagreement()
+
     def may_go_on(self, report: RoundReport | None) -> bool:
         """See Surroundings: fewer replicas than network.min_peers wait for more, as long as max_wait_s.
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from swarmkit.peers.votes import outvoted
+
 if TYPE_CHECKING:
     from swarmkit.peers.roster import PeerRecord  # whose import takes seconds
 
@@ -28,14 +30,15 @@ class Row:
     device: str
     version: str
     digest: str
+    lineage: str
     address: str
 
 
 def table(run: str, records: Sequence["PeerRecord | Row"], *, now: float) -> Table:
     """The peers as a table; `now` is wall-clock time, which heartbeats carry as well."""
-    digests = {record.digest for record in records if record.digest}
+    wrong = outvoted(records)
     shown = Table(
-        title=f"run {escape(run)}: {len(records)} peers, {_agreement(records, digests)}", box=None, padding=(0, 1, 0, 0)
+        title=f"run {escape(run)}: {len(records)} peers, {_agreement(records)}", box=None, padding=(0, 1, 0, 0)
     )
     columns = (
         "peer",
@@ -49,7 +52,7 @@ def table(run: str, records: Sequence["PeerRecord | Row"], *, now: float) -> Tab
         "MB in",
         "device",
         "seen",
-        "digest",
+        "anchor",
     )
     for column in columns:
         numeric = column in ("step", "round", "loss", "tok/s", "MB out", "MB in", "seen")
@@ -67,14 +70,26 @@ def table(run: str, records: Sequence["PeerRecord | Row"], *, now: float) -> Tab
             f"{record.bytes_received / 1e6:.1f}",
             escape(record.device),
             f"{max(0.0, now - record.updated_at):.0f} s",
-            escape(record.digest[:6]),
+            escape(_anchor(record, record.peer_id in wrong)),
         )
     return shown
 
 
-def _agreement(records: Sequence["PeerRecord | Row"], digests: set[str]) -> str:
-    if len(digests) <= 1:
-        return "anchors equal" if digests else "no anchor yet"
-    rounds = {record.round for record in records if record.digest}
+def _anchor(record: "PeerRecord | Row", is_wrong: bool) -> str:
+    """Beginnings of lineage and digest: where lineages are equal, digests must be; a ! stands before the minority's."""
+    if not (record.lineage and record.digest):
+        return record.digest[:6]
+    return f"{record.lineage[:2]}{'!' if is_wrong else '/'}{record.digest[:4]}"
+
+
+def _agreement(records: Sequence["PeerRecord | Row"]) -> str:
+    held: dict[str, set[str]] = {}
+    for record in records:
+        if record.digest:
+            held.setdefault(record.lineage or str(record.round), set()).add(record.digest)
+    if any(len(digests) > 1 for digests in held.values()):
+        return "anchors DIFFER"
+    if len(set().union(*held.values())) <= 1:
+        return "anchors equal" if held else "no anchor yet"
     # Heartbeats of different rounds are expected to differ: peers beat at different moments.
-    return "anchors DIFFER" if len(rounds) == 1 else "heartbeats of different rounds"
+    return "heartbeats of different rounds"

@@ -63,6 +63,10 @@ class Surroundings:
         """What another peer last said that it was doing."""
         return "unknown"
 
+    def disagreement(self) -> str:
+        """Why this peer's anchor is not what most others hold after the same rounds; empty when nobody says so."""
+        return ""
+
     def may_go_on(self, report: RoundReport | None) -> bool:
         """Called before each step with the last round; may wait for peers, and is False when there is no point."""
         return True

@@ -22,6 +22,7 @@ from swarmkit.errors import RoundFailed, SwarmError, TrainingDiverged
 from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
 from swarmkit.network_config import RejoinRule
+from swarmkit.optim.agreement import Agreed
 from swarmkit.optim.averaging import TensorChoice
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.synced import RoundReport, SyncedOptimizer
@@ -118,7 +119,9 @@ class Trainer:
             queue.SimpleQueue()
         )  # checkpoints that were asked for
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
+        self._agreed: Agreed | None = None  # what this peer held after the last round of which it knows the digest
         optimizer.on_round.append(self._on_round)
+        optimizer.digests.on_agreed.append(self._on_agreed)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -210,6 +213,7 @@ class Trainer:
         while self.optimizer.step_count < self.config.steps and not self.stop.is_set():
             if not self._around.may_go_on(self._last_round):
                 break
+            self._compare()
             if self.optimizer.needs_state:
                 self.join()
                 continue
@@ -309,16 +313,37 @@ class Trainer:
         self._last_round = report
         self._watch.communication += report.exposed
         self._watch.waiting += min(report.waited, report.exposed)
-        # Hashing the anchor costs as much as a small step: too much where every step is a round.
-        cheap = report.window > 1 or report.step % self.config.log.every == 0
-        digest = self.optimizer.digest() if cheap else ""
+        if report.diverged:
+            self._tell_divergence(str(report.failed), round=report.round)
+        agreed = self._agreed
+        digest = agreed.digest if agreed is not None and agreed.round == report.round else ""
         taken = samples_taken(self.config, report, pending=self.ledger.position - self.ledger.mark)
         self.ledger.learn(taken.mine)
         data = {"data_from": self.ledger.first, "data_to": self.ledger.mark}
         fields = {name: getattr(report, name) for name in report.__dataclass_fields__} | data
         self.events.emit("round", digest=digest, samples_per_weight=taken.per_weight, **fields)
         self._tell_allocation()
-        self._around.report(round=report.round + 1, step=report.step, **data, **({"digest": digest} if digest else {}))
+        self._around.report(round=report.round + 1, step=report.step, **data)
+
+    def _on_agreed(self, agreed: Agreed) -> None:
+        """Tell the others what this peer holds; called from another thread when the anchor is large."""
+        self._agreed = agreed
+        self.events.emit("anchor", round=agreed.round, digest=agreed.digest, lineage=agreed.lineage)
+        self._around.report(lineage=agreed.lineage, digest=agreed.digest)
+
+    def _tell_divergence(self, reason: str, *, round: int) -> None:
+        """Say that this peer's anchor is not the others', and that it is about to take theirs."""
+        self.events.emit("diverged", id=self.optimizer.collective.peer_id, round=round, reason=reason)
+
+    def _compare(self) -> None:
+        """Right after a round, look whether the heartbeats of others speak against this peer's anchor."""
+        if not self._at_round() or self.optimizer.needs_state or not self.optimizer.digests.are_comparable:
+            return
+        reason = self._around.disagreement()
+        if reason:
+            self.optimizer.digests.note_outcome(diverged=True)
+            self.optimizer.needs_state = True
+            self._tell_divergence(reason, round=self.optimizer.round)
 
     def _tell_allocation(self) -> None:
         """Say what L-GreCo sends each tensor with, when that has changed."""
@@ -456,7 +481,7 @@ class Trainer:
             score=score,
             sample=sample,
         )
-        self._around.report(step=outcome.step, round=outcome.round, digest=outcome.digest)
+        self._around.report(step=outcome.step, round=outcome.round)
         return outcome
 
     def _catch_up(self) -> str:

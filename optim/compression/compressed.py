@@ -169,7 +169,7 @@ class CompressedAveraging:
         if len(codec.stages) > 1:
             # Sums over different bases mean nothing. One who only observes has to fit all: it has no basis yet.
             lineage = digest(f"{key.lineage}|{self._state_id}") if key.lineage or self._state_id else ""
-            key = RoundKey(key.name, key.index, lineage if weight > 0 else "")
+            key = RoundKey(key.name, key.index, lineage if weight > 0 else "", key.digest)
         shared = torch.Generator().manual_seed(number(f"shared|{key}"))
         exchange = codec.exchange(
             flat, plan.layout, shared, self._parameters if codec is self.codec else None, self._state

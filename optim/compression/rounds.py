@@ -144,7 +144,9 @@ class LinearRound(Round):
     def _offer(self, tensors: list[Tensor]) -> None:
         stage = len(self._closed)
         lineage = self._closed[-1].id if self._closed else self._key.lineage
-        key = RoundKey(self._key.name + self._stages[stage], self._key.index, _short(lineage))
+        # Past the first stage the members are known to agree.
+        digest = "" if self._closed else self._key.digest
+        key = RoundKey(self._key.name + self._stages[stage], self._key.index, _short(lineage), digest)
         exact = self._exact if stage == len(self._stages) - 1 else ()
         future = self._collective.all_reduce([*tensors, *exact], round=key, weight=self._weight)
         self._await(future, lambda reduced: self._take(reduced, len(tensors)))

@@ -142,6 +142,41 @@ def test_a_member_that_hands_out_a_mean_that_is_not_finite_is_the_one_that_goes(
     assert isinstance(c, RoundFailed)
 
 
+def test_a_mean_of_which_a_part_is_missing_is_applied_by_nobody(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each slice travels in two chunks; one member hands out the first of its own and ends.
+    serve, cut = trio.collectives[2]._serve, []
+
+    async def end_early(sender: str, header: Message, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for chunk in serve(sender, header, incoming):
+            cut.append(sender)
+            yield chunk
+            return
+
+    trio.nodes[2]._bulk.handle("reduce", end_early)
+    futures = [trio.offer(rank, 0, numel=600_000) for rank in range(3)]
+    results = [future.result(30) for future in futures[:2]]
+    assert cut
+    assert results[0].members == results[1].members == (trio.nodes[0].peer_id, trio.nodes[1].peer_id)
+    assert all(torch.equal(result.tensors[0], torch.full((600_000,), 0.5)) for result in results)
+    with pytest.raises(RoundFailed) as caught:
+        futures[2].result(30)
+    assert caught.value.missed
+
+
+def test_a_member_with_another_anchor_is_told_so(trio: Trio) -> None:
+    def offer(rank: int, digest: str) -> Future[Reduced]:
+        key = RoundKey("parameters", 0, "same", digest)
+        return trio.collectives[rank].all_reduce([torch.ones(3)], round=key, weight=1.0)
+
+    futures = [offer(rank, digest) for rank, digest in enumerate(("odd", "right", "right"))]
+    a, b, c = (outcome(future) for future in futures)
+    assert isinstance(a, RoundFailed)
+    assert a.missed
+    assert a.diverged
+    assert "differs from the majority's: odd, not right" in a.reason
+    assert b == c == (trio.nodes[1].peer_id, trio.nodes[2].peer_id)
+
+
 def test_one_heartbeat_that_fails_does_not_make_a_peer_vanish(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     roster = trio.nodes[0]._roster
     refresh, failed = roster.refresh, asyncio.Event()

@@ -23,6 +23,7 @@ PEER = PeerRecord(
     bytes_sent=7_890_000,
     device="cpu",
     digest="d" * 32,
+    lineage="",
 )
 
 
@@ -56,6 +57,18 @@ def test_an_observers_clock_that_is_behind_shows_no_negative_age() -> None:
 )
 def test_digests_are_compared_within_a_round(changes: dict[str, object], verdict: str) -> None:
     assert verdict in shown(PEER, dataclasses.replace(PEER, peer_id="QmOther", **changes))  # type: ignore[arg-type]
+
+
+def test_who_is_in_the_minority_is_marked() -> None:
+    peers = [dataclasses.replace(PEER, peer_id=f"QmPeer{i}", lineage="abcd", round=3 + i % 2) for i in range(3)]
+    assert "ab/dddd" in shown(*peers)
+    assert "!" not in shown(*peers)
+    wrong = dataclasses.replace(peers[1], digest="e" * 32)
+    rows = shown(peers[0], wrong, peers[2]).splitlines()
+    assert "anchors DIFFER" in rows[0]
+    assert [row for row in rows if "!" in row] == [row for row in rows if "ab!eeee" in row] != []
+    # Of two that differ nobody knows which one is right.
+    assert "!" not in shown(peers[0], wrong)
 
 
 def test_no_anchor_yet() -> None:

@@ -37,6 +37,7 @@ class Digests:
         self._known: dict[str, str] = {}
         self._running: threading.Thread | None = None
         self._diverged = 0
+        self._epoch = 0  # of the tensors: another one has been put into them as a whole
 
     def of(self, lineage: str) -> str:
         """The digest after that lineage's last round; empty while it is not known, or not to be compared."""
@@ -64,6 +65,12 @@ class Digests:
                 MAX_DIVERGED,
             )
 
+    def forget(self) -> None:
+        """Another state was put into the tensors: of its lineage this peer may have held something else before."""
+        with self._lock:
+            self._known.clear()
+            self._epoch += 1
+
     def take(self, round: int, tensors: Mapping[str, Tensor], lineage: Callable[[], str]) -> None:
         """Find the digest of what `round` left in `tensors`, if they stay of that lineage for long enough."""
         before = lineage()
@@ -85,9 +92,10 @@ class Digests:
     def _in_slices(self, round: int, tensors: Mapping[str, Tensor], lineage: Callable[[], str], before: str) -> None:
         digest = hashlib.blake2b(digest_size=16)
         parts = digest_parts(tensors, SLICE_BYTES)
+        epoch = self._epoch
         while True:
             with self._lock:
-                if lineage() != before:
+                if lineage() != before or self._epoch != epoch:
                     return  # the next round has moved them: its digest will be taken
                 part = next(parts, None)
                 if part is None:

@@ -182,6 +182,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._past = deque(ancestors, ANCESTORS)
             self.samples, self._unsent_steps = 0.0, 0
             self.needs_state = False
+            self.digests.forget()
             self._start_over(meta)
 
     def _load_shared(self, states: object) -> None:
@@ -274,3 +275,4 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 setattr(self, name, synced["counters"][name])
             self._past = deque(ancestors, ANCESTORS)
             self._load_own_state(synced)
+            self.digests.forget()

@@ -120,6 +120,7 @@ class Trainer:
         )  # checkpoints that were asked for
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
         self._agreed: Agreed | None = None  # what this peer held after the last round of which it knows the digest
+        self._has_diverged = False  # since the last state that was taken over
         optimizer.on_round.append(self._on_round)
         optimizer.digests.on_agreed.append(self._on_agreed)
 
@@ -167,10 +168,12 @@ class Trainer:
 
     def _adopt(self, tensors: dict[str, Tensor], meta: Mapping[str, Any], *, observe: bool) -> None:
         kept = 0.0
-        if self.config.network.rejoin is RejoinRule.offer:
+        # What a peer did from an anchor that was not the others' is worth nothing to them.
+        if self.config.network.rejoin is RejoinRule.offer and not self._has_diverged:
             kept = self.optimizer.rejoin(tensors, meta)
         else:
             self.optimizer.load_snapshot(tensors, meta)
+        self._has_diverged = False
         self._losses.clear()
         if not kept:
             # What was drawn since the last round is part of nothing any more: it is drawn again.
@@ -333,6 +336,7 @@ class Trainer:
 
     def _tell_divergence(self, reason: str, *, round: int) -> None:
         """Say that this peer's anchor is not the others', and that it is about to take theirs."""
+        self._has_diverged = True
         self.events.emit("diverged", id=self.optimizer.collective.peer_id, round=round, reason=reason)
 
     def _compare(self) -> None:

@@ -107,6 +107,22 @@ def test_a_large_anchor_is_hashed_beside_training() -> None:
     assert len(heard) == 1
 
 
+def test_a_state_that_was_taken_over_has_no_digest_of_what_was_there_before() -> None:
+    """It may be of the same lineage: the very one of which this peer held the wrong bits."""
+    [collective] = LocalSwarm(1).collectives
+    model = torch.nn.Linear(4, 4)
+    optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), collective=collective, sync=Every(2))
+    while optimizer.round < 2:
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    lineage = optimizer.lineage
+    assert optimizer.digests.of(lineage) == optimizer.digest()
+    tensors, meta = optimizer.snapshot()
+    optimizer.load_snapshot({name: t + 1 if name.startswith("anchor/") else t for name, t in tensors.items()}, meta)
+    assert optimizer.lineage == lineage
+    assert optimizer.digests.of(lineage) == ""
+
+
 def test_who_computes_other_bits_again_and_again_goes_on_without_comparing(caplog: pytest.LogCaptureFixture) -> None:
     digests = Digests(threading.RLock())
     digests.take(0, {"w": torch.zeros(1)}, lambda: "l")

@@ -15,7 +15,7 @@ from swarmkit.optim.mean import weighted_mean
 from swarmkit.optim.norms import is_finite
 from swarmkit.optim.shards import Shards, Wire
 from swarmkit.peers.layout import Schema
-from swarmkit.peers.reduction import check_payload, check_wired, find_diverged
+from swarmkit.peers.reduction import Refused, check_payload, check_wired, find_diverged
 
 T = TypeVar("T")
 Operation = Literal["reduce", "gather", "shard"]
@@ -40,7 +40,7 @@ class _Round:
     arrivals: dict[str, _Arrival] = field(default_factory=dict)
     last_arrival: float = 0.0
     # Who does not start from what the majority starts from, and why.
-    diverged: list[tuple[_Arrival, str]] = field(default_factory=list)
+    diverged: list[tuple[_Arrival, Refused]] = field(default_factory=list)
 
 
 class LocalSwarm:
@@ -163,14 +163,15 @@ class LocalSwarm:
         arrived = ((peer, round.arrivals[peer]) for peer in self._order if peer in round.arrivals)
         round.arrivals = {peer: a for peer, a in arrived if a.future.set_running_or_notify_cancel()}
         others = find_diverged([(peer, a.lineage, a.digest) for peer, a in round.arrivals.items()])
-        round.diverged = [(round.arrivals.pop(peer), reason) for peer, reason in others.items()]
+        round.diverged = [(round.arrivals.pop(peer), refused) for peer, refused in others.items()]
         return round
 
 
 def _settle(round: _Round) -> None:
     """Give the members their results, outside the lock: whoever waits for one may offer to the next round at once."""
-    for arrival, reason in round.diverged:
-        arrival.future.set_exception(RoundFailed(f"round {round.key}: {reason}", missed=True, diverged=True))
+    for arrival, refused in round.diverged:
+        reason = f"round {round.key}: {refused.reason}"
+        arrival.future.set_exception(RoundFailed(reason, missed=True, diverged=refused.diverged))
     try:
         results = _OPERATIONS[round.operation](round)
     except (ValueError, OverflowError) as error:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,20 +61,29 @@ def major_lineage(lineages: Iterable[str]) -> str:
     return max(counts, key=lambda lineage: counts[lineage], default="")
 
 
-def find_diverged(members: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Who may not be averaged with the others, and why; of (peer, lineage, digest) in join order.
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a member may not be averaged with the others."""
+
+    reason: str
+    diverged: bool  # it holds other bits after the same rounds; False: it had other rounds
+
+
+def find_diverged(members: Sequence[tuple[str, str, str]]) -> dict[str, Refused]:
+    """Who may not be averaged with the others; of (peer, lineage, digest) in join order.
 
     Members must start from the same rounds and then from the same bits. The majority's count each time, and on a tie
     those of the member that joined first; what is empty fits all.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Refused] = {}
     lineage = major_lineage(past for _, past, _ in members)
     for peer, past, _ in members:
         if past not in ("", lineage):
-            found[peer] = "this peer does not start from what the others start from"
+            found[peer] = Refused("this peer does not start from what the others start from", diverged=False)
     same = [(peer, digest) for peer, past, digest in members if past == lineage]
     digest = major_lineage(held for _, held in same)
     for peer, held in same:
         if held not in ("", digest):
-            found[peer] = f"the anchor of {peer[-8:]} differs from the majority's: {held[:12]}, not {digest[:12]}"
+            reason = f"the anchor of {peer[-8:]} differs from the majority's: {held[:12]}, not {digest[:12]}"
+            found[peer] = Refused(reason, diverged=True)
     return found

@@ -342,10 +342,12 @@ class Session:
         This is what turns every divergence, however it came about, into a state transfer.
         """
         known = [(a.order, peer, a.lineage, a.digest) for peer, a in self._arrivals.items() if peer not in excluded]
-        for peer, reason in find_diverged([member[1:] for member in sorted(known)]).items():
-            logger.warning("round %s: %s misses it: %s", self.key, peer[-8:], reason)
-            excluded[peer] = reason
-            self._answer(peer, {"outcome": "failed", "reason": reason, "missed": True, "diverged": True})
+        for peer, refused in find_diverged([member[1:] for member in sorted(known)]).items():
+            if refused.diverged:
+                logger.warning("round %s: %s", self.key, refused.reason)
+            excluded[peer] = refused.reason
+            answer: Message = {"outcome": "failed", "reason": refused.reason, "missed": True}
+            self._answer(peer, {**answer, "diverged": refused.diverged})
 
     def _refuse_mismatched(self, excluded: dict[str, str]) -> None:
         """Members must bring equal schemas to a reduction; the majority's counts, and a tie fails the round for all."""

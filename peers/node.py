@@ -27,9 +27,10 @@ from swarmkit.peers.door import Door, knock
 from swarmkit.peers.download import Download
 from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p, stop_p2p
 from swarmkit.peers.entry import Entry, enter, refuse_twin
-from swarmkit.peers.errors import AccessRefused, DaemonFailed, JoinFailed, NotInvited, PeerUnreachable, ProtocolError
+from swarmkit.peers.errors import AccessRefused, DaemonFailed, JoinFailed, NotInvited
 from swarmkit.peers.fetch import Fetch
 from swarmkit.peers.gate import Gate
+from swarmkit.peers.hold import hold_rounds
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.identity import Identity
 from swarmkit.peers.loop import NetworkThread
@@ -50,7 +51,6 @@ from swarmkit.peers.shares import Shares
 from swarmkit.peers.state import Provider, StateServer, Version
 from swarmkit.peers.transfer import Progress
 from swarmkit.peers.transport import Bulk
-from swarmkit.peers.wire import field
 
 if TYPE_CHECKING:
     from swarmkit.optim.synced import SyncedOptimizer
@@ -405,7 +405,7 @@ class Node:
     async def _fetch_state(self, progress: Progress | None) -> Snapshot:
         await self._roster.refresh()
         try:
-            await self._hold()
+            await hold_rounds(self._rpc, self._roster)
         except AccessRefused as error:
             raise NotInvited(error.text, error.refusal) from error
         await Fetch(self._rpc, self._bulk, self.settings, self._donors, self._download, progress).run()
@@ -418,23 +418,6 @@ class Node:
     def _donors(self) -> list[str]:
         active = set(self._roster.active())
         return rank_donors([record for record in self._roster.table() if record.peer_id in active], self.peer_id)
-
-    async def _hold(self) -> None:
-        target = next((peer for peer in self._roster.active() if peer != self.peer_id), None)
-        for _ in range(5):
-            if target is None:
-                return
-            try:
-                answer = await self._rpc.call(target, "hold", {}, timeout=10)
-            except AccessRefused:
-                raise
-            except (PeerUnreachable, ProtocolError):
-                self._roster.suspect(target)
-                target = next((peer for peer in self._roster.active() if peer != self.peer_id), None)
-                continue
-            if answer.get("outcome") == "held":
-                return
-            target = field(answer, "to", str)
 
     # -- the control plane ---------------------------------------------------------------------------------------------
 

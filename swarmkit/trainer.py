@@ -18,11 +18,11 @@ from swarmkit import checkpoint
 from swarmkit.config import Config, config_to_json
 from swarmkit.data.corpus import Batch, Corpus
 from swarmkit.data.ledger import Ledger
+from swarmkit.divergence import Divergence
 from swarmkit.errors import RoundFailed, SwarmError, TrainingDiverged
 from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
 from swarmkit.network_config import RejoinRule
-from swarmkit.optim.agreement import Agreed
 from swarmkit.optim.averaging import TensorChoice
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.synced import RoundReport, SyncedOptimizer
@@ -119,10 +119,8 @@ class Trainer:
             queue.SimpleQueue()
         )  # checkpoints that were asked for
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
-        self._agreed: Agreed | None = None  # what this peer held after the last round of which it knows the digest
-        self._has_diverged = False  # since the last state that was taken over
+        self._divergence = Divergence(optimizer, events, self._around)
         optimizer.on_round.append(self._on_round)
-        optimizer.digests.on_agreed.append(self._on_agreed)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -169,11 +167,11 @@ class Trainer:
     def _adopt(self, tensors: dict[str, Tensor], meta: Mapping[str, Any], *, observe: bool) -> None:
         kept = 0.0
         # What a peer did from an anchor that was not the others' is worth nothing to them.
-        if self.config.network.rejoin is RejoinRule.offer and not self._has_diverged:
+        if self.config.network.rejoin is RejoinRule.offer and not self._divergence.has_diverged:
             kept = self.optimizer.rejoin(tensors, meta)
         else:
             self.optimizer.load_snapshot(tensors, meta)
-        self._has_diverged = False
+        self._divergence.has_diverged = False
         self._losses.clear()
         if not kept:
             # What was drawn since the last round is part of nothing any more: it is drawn again.
@@ -216,7 +214,8 @@ class Trainer:
         while self.optimizer.step_count < self.config.steps and not self.stop.is_set():
             if not self._around.may_go_on(self._last_round):
                 break
-            self._compare()
+            if self._at_round():
+                self._divergence.compare()
             if self.optimizer.needs_state:
                 self.join()
                 continue
@@ -317,9 +316,8 @@ class Trainer:
         self._watch.communication += report.exposed
         self._watch.waiting += min(report.waited, report.exposed)
         if report.diverged:
-            self._tell_divergence(str(report.failed), round=report.round)
-        agreed = self._agreed
-        digest = agreed.digest if agreed is not None and agreed.round == report.round else ""
+            self._divergence.tell(str(report.failed), round=report.round)
+        digest = self._divergence.digest_after(report.round)
         taken = samples_taken(self.config, report, pending=self.ledger.position - self.ledger.mark)
         self.ledger.learn(taken.mine)
         data = {"data_from": self.ledger.first, "data_to": self.ledger.mark}
@@ -327,27 +325,6 @@ class Trainer:
         self.events.emit("round", digest=digest, samples_per_weight=taken.per_weight, **fields)
         self._tell_allocation()
         self._around.report(round=report.round + 1, step=report.step, **data)
-
-    def _on_agreed(self, agreed: Agreed) -> None:
-        """Tell the others what this peer holds; called from another thread when the anchor is large."""
-        self._agreed = agreed
-        self.events.emit("anchor", round=agreed.round, digest=agreed.digest, lineage=agreed.lineage)
-        self._around.report(lineage=agreed.lineage, digest=agreed.digest)
-
-    def _tell_divergence(self, reason: str, *, round: int) -> None:
-        """Say that this peer's anchor is not the others', and that it is about to take theirs."""
-        self._has_diverged = True
-        self.events.emit("diverged", id=self.optimizer.collective.peer_id, round=round, reason=reason)
-
-    def _compare(self) -> None:
-        """Right after a round, look whether the heartbeats of others speak against this peer's anchor."""
-        if not self._at_round() or self.optimizer.needs_state or not self.optimizer.digests.are_comparable:
-            return
-        reason = self._around.disagreement()
-        if reason:
-            self.optimizer.digests.note_outcome(diverged=True)
-            self.optimizer.needs_state = True
-            self._tell_divergence(reason, round=self.optimizer.round)
 
     def _tell_allocation(self) -> None:
         """Say what L-GreCo sends each tensor with, when that has changed."""

@@ -22,4 +22,10 @@ def test_a_transfer_uses_the_link_and_a_killed_donor_costs_two_seconds_at_most()
 
 
 def test_a_long_round_trip_costs_little() -> None:
-    assert measure(megabytes=24, rate=100, delay=40, donors=1, kills=False).share >= 0.75
+    try:
+        row = measure(megabytes=24, rate=100, delay=40, donors=1, kills=False)
+    except OSError as error:
+        if "qdisc kind is unknown" not in str(error):
+            raise
+        pytest.skip("this kernel has no netem, so links have no delay")
+    assert row.share >= 0.75

@@ -29,8 +29,9 @@ class CO2(OverlappedOptimizer):
     measured and all use the mean, so that no difference in rounding between machines reaches the anchor.
 
     Both the penalty and the share of values that were clipped are in each round's report. `overlap=False` waits for
-    each round, which without penalty and clip is SlowMo. `keep_local=True`, not in the paper, starts the next window
-    from the anchor plus all of this peer's newest progress rather than from the anchor alone: delayed averaging.
+    each round, which without penalty and clip is SlowMo. `keep_local`, not in the paper, starts the next window from
+    the anchor plus all of this peer's newest progress rather than from the anchor alone: delayed averaging. It is on
+    where rounds overlap unless False says otherwise, because it loses far less (docs/log.md).
     """
 
     round_name = "co2"
@@ -40,17 +41,18 @@ class CO2(OverlappedOptimizer):
         inner: torch.optim.Optimizer,
         *,
         outer_lr: float = 1.0,
-        outer_momentum: float = 0.5,
+        outer_momentum: float = 0.7,
         penalty: Penalty = "gap",
         clip: float | None = 1.0,
         overlap: bool = True,
-        keep_local: bool = False,
+        keep_local: bool | None = None,
         **options: Any,  # noqa: ANN401 - see OverlappedOptimizer and SyncedOptimizer
     ) -> None:
         if not (penalty is None or penalty == "gap" or (isinstance(penalty, int | float) and penalty >= 1)):
             raise ValueError(f"penalty={penalty!r}: must be 'gap', a number of at least 1, or None")
         if clip is not None and not clip >= 0:
             raise ValueError(f"clip={clip}: must not be negative, or None")
+        keep_local = overlap if keep_local is None else keep_local
         if keep_local and not overlap:
             raise ValueError("keep_local: without overlap no local progress is put off")
         if options.get("fragments", 1) != 1:
@@ -115,7 +117,7 @@ class CO2(OverlappedOptimizer):
         beyond = [(size > self.clip).sum() for size in torch._foreach_abs(self.momentum)]
         torch._foreach_clamp_max_(self.momentum, self.clip)
         torch._foreach_clamp_min_(self.momentum, -self.clip)
-        return float(torch.stack(beyond).sum()) / sum(tensor.numel() for tensor in self.momentum)
+        return float(torch.stack(beyond).sum()) / max(1, sum(tensor.numel() for tensor in self.momentum))
 
     def _report_fields(self) -> dict[str, Any]:
         penalty, clipped = self._last

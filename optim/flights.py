@@ -13,8 +13,7 @@ from swarmkit.optim.flight import Flight
 from swarmkit.optim.fragmented import FragmentedOptimizer
 from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.lead import Lead
-from swarmkit.optim.norms import all_finite
-from swarmkit.optim.offer import Offer, not_finite
+from swarmkit.optim.offer import Offer, can_be_sent, not_finite
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.synced import first_lineage, next_lineage
 
@@ -81,7 +80,7 @@ class FlyingOptimizer(FragmentedOptimizer):
         tensors = self._offered(fragment)
         if observe:
             return Offer.of_zeros(tensors, exact)
-        if all_finite(tensors + exact):
+        if can_be_sent(tensors, exact, coded=not self.is_plain):
             return Offer(tensors, exact)
         return Offer.of_zeros(tensors, exact, not_finite("values", self.collective.peer_id))
 

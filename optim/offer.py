@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from swarmkit.optim.norms import all_finite
+
 
 @dataclass(slots=True)
 class Offer:
@@ -25,3 +27,9 @@ class Offer:
 def not_finite(what: str, peer_id: str) -> str:
     """The trouble of a peer that had better not contribute."""
     return f"{what} on peer {peer_id} are not finite: it contributed nothing"
+
+
+def can_be_sent(tensors: Sequence[Tensor], exact: Sequence[Tensor], *, coded: bool) -> bool:
+    """True when all is finite; what a codec gets also in float32, in which codecs compute."""
+    narrow = [tensor.float() for tensor in tensors if coded and tensor.dtype == torch.float64]
+    return all_finite([*tensors, *exact]) and all_finite(narrow)

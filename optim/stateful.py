@@ -75,6 +75,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._synced_step = 0  # step_count at the last closed or failed round
         self._window: int | None = None  # H of the running window; None until its first step
         self._paced = (0, 0)  # with a pace: the step that a window began at, and this replica's own steps in it
+        if not any(True for _ in self.parameters()):
+            raise ValueError("no parameter has requires_grad=True: there is nothing to train, and nothing to average")
         self._adopt_parameters()
 
     # -- what a strategy defines -------------------------------------------------------------------------------------

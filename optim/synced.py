@@ -15,7 +15,7 @@ from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.norms import all_finite
-from swarmkit.optim.offer import Offer, not_finite
+from swarmkit.optim.offer import Offer, can_be_sent, not_finite
 from swarmkit.optim.pace import Pace
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.schedule import Every, Schedule
@@ -285,7 +285,7 @@ class SyncedOptimizer(StatefulOptimizer):
         if observe:
             return Offer(tensors, exact + [torch.zeros_like(b) for b in self._buffers])
         exact = exact + self._buffers
-        if all_finite(tensors + exact):
+        if can_be_sent(tensors, exact, coded=not self.is_plain):
             return Offer(tensors, exact, self._weight())
         return Offer.of_zeros(tensors, exact, not_finite("values", self.collective.peer_id))
 

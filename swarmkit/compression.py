@@ -134,6 +134,11 @@ class QSGDConfig(GatherCodecConfig):
         if not 2 <= self.bits <= 8:
             raise ValueError(f"compression.bits={self.bits}: between 2 and 8")
         _check_block("bucket", self.bucket)
+        if self.error_feedback and (self.bits < 4 or self.norm is Norm.l2):
+            raise ValueError(
+                f"compression.error_feedback=true: with {self.bits} bits and norm={self.norm.name} QSGD's noise "
+                "exceeds the signal, and fed back it grows without end; use at least 4 bits with norm=max, or int4"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -147,6 +152,11 @@ class TernaryConfig(GatherCodecConfig):
         CodecConfig.__post_init__(self)
         if self.clip is not None:
             positive("compression", self, "clip")
+        if self.error_feedback:
+            raise ValueError(
+                "compression.error_feedback=true: TernGrad's noise exceeds the signal, and fed back it grows without "
+                "end; leave it off, or use topk or int4"
+            )
 
 
 class Precision(Enum):

@@ -112,12 +112,12 @@ class DiLoCoConfig(StrategyConfig):
                 f"strategy.overlap_steps={self.overlap_steps}, strategy.mixing={self.mixing}: with strategy.eager a "
                 "round has the whole next window; set both to 0"
             )
-        if self.sync.rule is SyncRule.every and self.fragments > self.sync.h:
+        if self.fragments > self.sync.h:
             raise ValueError(
                 f"strategy.fragments={self.fragments}: more than a window has steps (strategy.sync.h={self.sync.h}); "
                 "each fragment meets at a step of its own"
             )
-        if self.sync.rule is SyncRule.every and self.overlap_steps >= self.sync.h:
+        if self.overlap_steps >= self.sync.h:
             raise ValueError(
                 f"strategy.overlap_steps={self.overlap_steps}: must be below strategy.sync.h={self.sync.h}, "
                 "or the next round would begin first"

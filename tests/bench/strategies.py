@@ -89,7 +89,7 @@ def train(config: Config) -> dict[str, Any]:
         return outcome.digest, None if outcome.score is None else outcome.score.loss, size
 
     started = time.perf_counter()
-    ends = LocalSwarm(config.peers, round_timeout=600.0).run(replica)
+    ends = LocalSwarm(config.peers, round_timeout=600.0).run(replica, timeout=24 * 3600.0)
     assert len({digest for digest, _, _ in ends}) == 1, "the replicas ended with different parameters"
     (loss,) = [loss for _, loss, _ in ends if loss is not None]
     return {

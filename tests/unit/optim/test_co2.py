@@ -18,13 +18,14 @@ from tests.unit.optim.simulated import Clock, SimulatedCollective
 
 START = torch.linspace(-1, 1, 5, dtype=torch.float64)
 LR, TAU, ROUNDS = 0.1, 4, 7
+AS_PUBLISHED: dict[str, Any] = {"outer_momentum": 0.5, "keep_local": False}
 
 
 def run(
     replicas: int = 3, gradient: Any = None, inner: Any = sgd, rounds: int = ROUNDS, **options: Any
 ) -> list[list[Tensor]]:
     def make(parameters: list[Tensor], collective: Collective) -> SyncedOptimizer:
-        return CO2(inner(parameters), collective=collective, sync=Every(TAU), **options)
+        return CO2(inner(parameters), collective=collective, sync=Every(TAU), **(AS_PUBLISHED | options))
 
     problem = gradient or Quadratics.of(replicas)
     return trajectories(make, problem, replicas=replicas, steps=TAU * rounds, start=START)
@@ -185,7 +186,9 @@ def test_keeping_local_progress_is_delayed_averaging_that_corrects_for_the_stale
 def reports(**options: Any) -> tuple[list[RoundReport], Net]:
     def task(collective: LocalCollective, rank: int) -> tuple[list[RoundReport], Net]:
         net = Net()
-        optimizer = CO2(adamw(list(net.parameters())), collective=collective, sync=Every(TAU), **options)
+        optimizer = CO2(  # as published
+            adamw(list(net.parameters())), collective=collective, sync=Every(TAU), **(AS_PUBLISHED | options)
+        )
         found: list[RoundReport] = []
         optimizer.on_round.append(found.append)
         train(net, optimizer, rank, range(24))
@@ -230,7 +233,7 @@ def test_what_a_failed_round_offered_is_penalised_for_its_whole_age_when_it_come
     def penalties(failing: list[int]) -> tuple[list[float], list[float]]:
         x = torch.nn.Parameter(START.clone())
         collective = SimulatedCollective(Clock(), 1.0, failing=failing)
-        optimizer = CO2(sgd([x]), collective=collective, sync=Every(2), outer_momentum=0.0, clip=None)
+        optimizer = CO2(sgd([x]), collective=collective, sync=Every(2), outer_momentum=0.0, clip=None, keep_local=False)
         found: list[float] = []
         optimizer.on_round.append(lambda report: found.append(report.staleness_penalty))
         for _ in range(10):

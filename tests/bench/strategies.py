@@ -32,12 +32,12 @@ METHODS: dict[str, list[str]] = {
     "local_sgd": ["strategy=local_sgd", H],
     "local_sgd qsr": ["strategy=local_sgd", H, "strategy.sync.rule=qsr", "strategy.sync.alpha=0.0063"],
     "diloco": ["strategy=diloco", H, "strategy.outer_lr=0.2"],
-    "eager": ["strategy=diloco", H, "strategy.outer_lr=0.2", "strategy.eager=true"],
+    "eager": ["strategy=diloco", H, "strategy.outer_lr=0.7", "strategy.outer_momentum=0", "strategy.eager=true"],
     "delayed": ["strategy=diloco", H, "strategy.outer_lr=0.2", "strategy.eager=delayed"],
     "streaming": ["strategy=diloco", "strategy.sync.h=12", "strategy.outer_lr=0.4", "strategy.fragments=3",
                   "strategy.overlap_steps=1", "strategy.mixing=0.5"],
     "co2": ["strategy=co2", H],
-    "demo": ["strategy=demo", "optimizer=sgd", "optimizer.momentum=0"],
+    "demo": ["strategy=demo", "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.0025"],
 }  # fmt: skip
 CODECS: dict[str, list[str]] = {
     "none": [],

@@ -33,11 +33,14 @@ class SecondMoment:
         torch._foreach_addcmul_(held, found, found, 1 - self.decay)
         for i in places:
             self.counts[i] += 1
-        divisors = torch._foreach_sqrt(held)
-        torch._foreach_div_(divisors, [(1 - self.decay ** self.counts[i]) ** 0.5 for i in places])
-        torch._foreach_add_(divisors, _LEAST)
+        # In place from here on: fresh memory would cost more than the arithmetic.
+        quotients = torch._foreach_sqrt(held)
+        torch._foreach_div_(quotients, [(1 - self.decay ** self.counts[i]) ** 0.5 for i in places])
+        torch._foreach_add_(quotients, _LEAST)
+        torch._foreach_reciprocal_(quotients)
+        torch._foreach_mul_(quotients, found)
         scaled: list[Tensor | None] = [None] * len(gradients)
-        for i, quotient in zip(places, torch._foreach_div(found, divisors), strict=True):
+        for i, quotient in zip(places, quotients, strict=True):
             scaled[i] = quotient
         return scaled
 

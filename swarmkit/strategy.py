@@ -130,9 +130,9 @@ class CO2Config(StrategyConfig):
 
     name: str = "co2"
     sync: SyncConfig = field(default_factory=SyncConfig)
-    outer_lr: float = 1.0  # of the step along the outer momentum
-    outer_momentum: float = 0.7  # 0 applies each late mean as it is
-    penalty: int | float | str | None = "gap"  # a late mean is divided by it: gap (anchor's movement), a number, null
+    outer_lr: float = 0.7  # of the step along the outer momentum
+    outer_momentum: float = 0.5  # 0 applies each late mean as it is
+    penalty: int | float | str | None = None  # a late mean is divided by it: gap (anchor's movement), a number, null
     clip: float | None = 1.0  # largest value of the outer momentum; null does not clip
     overlap: bool = True  # false waits for every round (SlowMo)
     keep_local: bool = True  # begin windows from the anchor plus this peer's newest progress; the paper does not

@@ -27,8 +27,8 @@ def coded(kind: Any, parameters: list[Tensor], collective: Collective, **options
 EAGER: dict[str, Callable[..., OverlappedOptimizer]] = {
     "eager": partial(of, DiLoCo, eager=True),
     "delayed": partial(of, DiLoCo, eager="delayed"),
-    "CO2": partial(of, CO2, keep_local=False),
-    "CO2 that keeps": partial(of, CO2),
+    "CO2": partial(of, CO2, keep_local=False, penalty="gap"),
+    "CO2 that keeps": partial(of, CO2, penalty="gap"),
 }
 ALL = EAGER | {
     "blocking": partial(of, DiLoCo),

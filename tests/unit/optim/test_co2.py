@@ -18,7 +18,7 @@ from tests.unit.optim.simulated import Clock, SimulatedCollective
 
 START = torch.linspace(-1, 1, 5, dtype=torch.float64)
 LR, TAU, ROUNDS = 0.1, 4, 7
-AS_PUBLISHED: dict[str, Any] = {"outer_momentum": 0.5, "keep_local": False}
+AS_PUBLISHED: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.5, "penalty": "gap", "keep_local": False}
 
 
 def run(
@@ -233,7 +233,8 @@ def test_what_a_failed_round_offered_is_penalised_for_its_whole_age_when_it_come
     def penalties(failing: list[int]) -> tuple[list[float], list[float]]:
         x = torch.nn.Parameter(START.clone())
         collective = SimulatedCollective(Clock(), 1.0, failing=failing)
-        optimizer = CO2(sgd([x]), collective=collective, sync=Every(2), outer_momentum=0.0, clip=None, keep_local=False)
+        options = AS_PUBLISHED | {"outer_momentum": 0.0, "clip": None}
+        optimizer = CO2(sgd([x]), collective=collective, sync=Every(2), **options)
         found: list[float] = []
         optimizer.on_round.append(lambda report: found.append(report.staleness_penalty))
         for _ in range(10):

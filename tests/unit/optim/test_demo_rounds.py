@@ -324,11 +324,10 @@ def test_sparse_and_strided_gradients_are_taken_as_the_dense_ones() -> None:
     assert torch.equal(trained(lambda g: g.T.contiguous().T), wanted)
 
 
-def test_no_parameters_at_all_still_make_rounds() -> None:
-    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    optimizer = make_demo([frozen], LocalSwarm(1).collectives[0])
-    optimizer.step()
-    assert optimizer.round == 1
+def test_no_parameters_at_all_are_refused() -> None:
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    with pytest.raises(ValueError, match="no parameter has requires_grad=True"):
+        make_demo([frozen], LocalSwarm(1).collectives[0])
 
 
 def test_buffers_are_averaged_as_they_are() -> None:

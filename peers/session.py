@@ -299,6 +299,7 @@ class Session:
             reason = broken.reason
             if self._left() <= 0:
                 return Decision("", (), (), f"no result within {self._timeout} s: {reason}")
+            await self._hear_out(broken)
             await self._abort(members)
             if not await self._drop_dead(set(members)):
                 culprit = self._find_culprit(reporter, broken, may_exclude=number > 0)
@@ -306,6 +307,17 @@ class Session:
                     excluded[culprit] = broken.reason
                     self._answer(culprit, {"outcome": "failed", "reason": broken.reason, "missed": True})
         return Decision("", (), (), f"{MAX_ATTEMPTS} attempts broke; the last: {reason}")
+
+    async def _hear_out(self, broken: Report) -> None:
+        """Give the other ends of broken streams a moment to tell of theirs: one end alone could accuse either."""
+        if not (broken.is_link and broken.blame):
+            return
+        deadline = min(time.monotonic() + TICK_S, self._opened + self._timeout)
+        while (left := deadline - time.monotonic()) > 0:
+            blamed = {report.blame for report in self._reports.values()}  # they may be dead
+            if not set(self._members) - set(self._reports) - blamed:
+                return
+            await self._wait_change(left)
 
     def _find_culprit(self, reporter: str, broken: Report, *, may_exclude: bool) -> str:
         """Who has to leave so that the others can finish, all being alive; empty: nobody, try once more.
@@ -318,8 +330,10 @@ class Session:
             return ""
         if not broken.is_link:
             return broken.blame
-        self._broken_links.setdefault(reporter, set()).add(broken.blame)
-        self._broken_links.setdefault(broken.blame, set()).add(reporter)
+        for member, report in [(reporter, broken), *self._reports.items()]:
+            if not report.ok and report.is_link and report.blame in self._members and member in self._members:
+                self._broken_links.setdefault(member, set()).add(report.blame)
+                self._broken_links.setdefault(report.blame, set()).add(member)
         if not may_exclude:
             return ""
         most = max(len(others) for others in self._broken_links.values())

@@ -14,6 +14,8 @@ from swarmkit.peers.preflight import split_peer_id, why_unreachable
 from swarmkit.peers.settings import NetworkSettings
 
 DIAL_TIMEOUT_S = 8.0  # libp2p gives a silent listener up after 5
+# Between questions for a peer of the same identity: its neighbours hear of a new peer only after a moment.
+TWIN_PAUSES_S = (0.2, 0.5, 0.0)
 MAX_FALLBACKS = 16  # remembered peers that are dialled at once
 # Codes of the parts of a multiaddr, as varints: 421 and 290.
 _P2P, _P2P_CIRCUIT = b"\xa5\x03", b"\xa2\x02"
@@ -66,15 +68,27 @@ async def refuse_twin(settings: NetworkSettings, sockets: Path, addresses: Seque
     asker = await start_p2p(replace(settings, identity=None, port=0, announce=[]), sockets, Identity.generate())
     try:
         await _reach(asker, addresses)
-        await asyncio.wait_for(asker._client.connect(own, []), DIAL_TIMEOUT_S)
-    except (P2PDaemonError, OSError, TimeoutError):
-        return  # nobody of that id can be reached
+        for pause in TWIN_PAUSES_S:
+            if await _is_found(asker, own):
+                break
+            await asyncio.sleep(pause)
+        else:
+            return  # nobody of that id can be reached
     finally:
         await asker.shutdown()
     raise DaemonFailed(
         f"network.identity={settings.identity}: a peer with this identity ({own.to_base58()}) is up already; end it, "
         "or give this one a file of its own"
     )
+
+
+async def _is_found(asker: P2P, peer: PeerID) -> bool:
+    """Whether those whom the asker knows lead it to a peer."""
+    try:
+        await asyncio.wait_for(asker._client.connect(peer, []), DIAL_TIMEOUT_S)
+    except (P2PDaemonError, OSError, TimeoutError):
+        return False
+    return True
 
 
 def _told(failures: Sequence[JoinFailed], remembered: int) -> JoinFailed:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,6 +69,17 @@ class TorchRound(Generic[T]):
 
     # -- the future: the caller may cancel it and close() may fail it at any moment ------------------------------------
 
+    def _stats(self, members: tuple[str, ...], weights: tuple[float, ...]) -> dict[str, Any]:
+        """What RoundStats tells of this round, to go into its result."""
+        return {
+            "members": members,
+            "weights": weights,
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
+            "seconds": time.monotonic() - self.started,
+            "waited": self.begun - self.started,
+        }
+
     def hold(self) -> bool:
         """Promise a result: from here on `cancel` comes too late. False if it came before."""
         with self._lock:
@@ -124,15 +135,7 @@ class ReduceRound(TorchRound[Reduced]):
 
     def result(self, members: tuple[str, ...], weights: tuple[float, ...]) -> Reduced:
         """See TorchRound.result."""
-        return Reduced(
-            tensors=self._means,
-            members=members,
-            weights=weights,
-            bytes_sent=self.sent,
-            bytes_received=self.received,
-            seconds=time.monotonic() - self.started,
-            waited=self.begun - self.started,
-        )
+        return Reduced(tensors=self._means, **self._stats(members, weights))
 
 
 class GatherRound(TorchRound[Gathered]):
@@ -155,15 +158,7 @@ class GatherRound(TorchRound[Gathered]):
 
     def result(self, members: tuple[str, ...], weights: tuple[float, ...]) -> Gathered:
         """See TorchRound.result."""
-        return Gathered(
-            payloads=self._payloads,
-            members=members,
-            weights=weights,
-            bytes_sent=self.sent,
-            bytes_received=self.received,
-            seconds=time.monotonic() - self.started,
-            waited=self.begun - self.started,
-        )
+        return Gathered(payloads=self._payloads, **self._stats(members, weights))
 
 
 def _flatten(tensors: Sequence[Tensor], size: int, device: torch.device) -> Tensor:

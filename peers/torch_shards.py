@@ -1,6 +1,5 @@
 """The data phase of a TorchCollective's reduction through a wire: sizes, parts, sizes, means."""
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -74,16 +73,7 @@ class ShardedRound(TorchRound[Reduced]):
 
     def result(self, members: tuple[str, ...], weights: tuple[float, ...]) -> Reduced:
         """See TorchRound.result."""
-        return Reduced(
-            tensors=self._means,
-            wired=self._wired,
-            members=members,
-            weights=weights,
-            bytes_sent=self.sent,
-            bytes_received=self.received,
-            seconds=time.monotonic() - self.started,
-            waited=self.begun - self.started,
-        )
+        return Reduced(tensors=self._means, wired=self._wired, **self._stats(members, weights))
 
 
 def _reduce(shards: Shards, parts: Mapping[int, Tensor]) -> tuple[Tensor, int]:

@@ -191,9 +191,12 @@ class SyncedOptimizer(StatefulOptimizer):
         """
         work, lineage = self._local_work(), self._present_lineage()
         samples, steps = self._unsent()
+        if work is None or not steps or not all_finite(work):
+            self.load_snapshot(tensors, meta)
+            return 0.0
         inner = copy.deepcopy(self.inner.state_dict())
         self.load_snapshot(tensors, meta)
-        if work is None or not steps or lineage not in self._past or not all_finite(work):
+        if lineage not in self._past:
             return 0.0
         share = 1.0 / (len(self._past) - list(self._past).index(lineage))
         with self._lock, torch.no_grad():

@@ -51,11 +51,15 @@ def find_targets(text: str, *, run: str | None = None, invitation: str | None = 
 
 
 def choose(targets: Sequence[Target], peer: str | None) -> Target:
-    """The one that `peer` names by its number, its folder's name or the end of its id; raises ConfigError."""
+    """The one that `peer` names by its number, its folder's name or the end of its id; raises ConfigError.
+
+    A number or a name goes first: ids end in digits too.
+    """
     found = list(targets)
     if peer is not None:
         name = f"peer-{peer}" if peer.isdigit() else peer
-        found = [target for target in targets if target.name == name or (peer and target.peer_id.endswith(peer))]
+        found = [target for target in targets if target.name == name]
+        found = found or [target for target in targets if peer and target.peer_id.endswith(peer)]
     if len(found) == 1:
         return found[0]
     names = ", ".join(f"{target.name} ({target.peer_id[-8:]})" for target in targets)

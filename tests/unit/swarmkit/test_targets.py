@@ -65,3 +65,10 @@ def test_one_peer_is_chosen_by_number_name_or_id() -> None:
     for peer in ("7", "12D3", ""):
         with pytest.raises(ConfigError, match="names 0 peers"):
             choose(targets, peer)
+
+
+def test_a_number_means_the_peer_of_that_number_though_an_id_ends_with_it() -> None:
+    targets = [Target("a:1", "peer-0", "12D3Koo9x9zZZQ2"), Target("b:2", "peer-2", "12D3KoojGkWevkm")]
+    assert choose(targets, "2").where == "b:2"
+    assert choose(targets, "Q2").where == "a:1"
+    assert choose(targets[:1], "2").where == "a:1"  # there is no peer-2

@@ -3,14 +3,41 @@
 import asyncio
 import logging
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+
+from swarmkit.peers.clock import swarm_time as get_dht_time
+from swarmkit.peers.errors import DaemonFailed, NotAPeer
+from swarmkit.peers.hygiene import children_die_with_us
+from swarmkit.peers.identity import Identity, write_new
+from swarmkit.peers.settings import NetworkSettings
 
 # Before the import: with torch's default "file_system" strategy hivemind leaves a manager process and /dev/shm files.
 os.environ.setdefault("HIVEMIND_MEMORY_SHARING_STRATEGY", "file_descriptor")
 
-with warnings.catch_warnings():
+
+@contextmanager
+def _scipy_on_demand() -> Iterator[None]:
+    """Let `import scipy.optimize` do nothing meanwhile; scipy itself loads the module when its name is first used.
+
+    hivemind imports it for its averaging, which nobody here uses, and it takes as long as all the rest of hivemind.
+    """
+    name = "scipy.optimize"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+with warnings.catch_warnings(), _scipy_on_demand():
     # Not ours to mend: torch.jit.script in parts of hivemind that nobody here uses, and the like.
     warnings.simplefilter("ignore")
     import hivemind.dht.node
@@ -25,12 +52,6 @@ with warnings.catch_warnings():
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
     from hivemind.utils.auth import AuthorizerBase
     from hivemind.utils.multiaddr import Multiaddr
-
-from swarmkit.peers.clock import swarm_time as get_dht_time
-from swarmkit.peers.errors import DaemonFailed, NotAPeer
-from swarmkit.peers.hygiene import children_die_with_us
-from swarmkit.peers.identity import Identity, write_new
-from swarmkit.peers.settings import NetworkSettings
 
 # hivemind's own is the wall clock, which peers do not agree on.
 for _module in (hivemind.dht.node, hivemind.dht.protocol, hivemind.dht.routing, hivemind.utils.timed_storage):

@@ -25,6 +25,8 @@ def die_with_parent() -> None:
 # Sets the signal in the child itself, then becomes the program. Not preexec_fn: that runs fork hooks in the child, and
 # gRPC's crash there once its threads exist.
 _EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+# Put before a command whose program is named by its path, it has the command die with its parent.
+DYING_WITH_PARENT = (sys.executable, "-I", "-S", "-c", _EXEC) if _LIBC is not None else ()
 
 
 @contextmanager
@@ -37,8 +39,7 @@ def children_die_with_us() -> Iterator[list[asyncio.subprocess.Process]]:
     original = asyncio.subprocess.create_subprocess_exec
 
     async def create(program: str, *args: str, **options: object) -> asyncio.subprocess.Process:
-        prefix = (sys.executable, "-I", "-S", "-c", _EXEC) if _LIBC is not None else ()
-        child = await original(*prefix, program, *args, **options)  # type: ignore[arg-type]
+        child = await original(*DYING_WITH_PARENT, program, *args, **options)  # type: ignore[arg-type]
         children.append(child)
         return child
 

@@ -4,10 +4,14 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
-from swarmkit.peers.rpc import Rpc
 from swarmkit.peers.wire import Message, field
+
+if TYPE_CHECKING:
+    # The report counts with this module, in a process that has no other use for torch and hivemind.
+    from swarmkit.peers.rpc import Rpc
 
 MAX_RANGES = 2048
 ASKED = 3  # peers whose memory a newcomer asks for
@@ -86,7 +90,7 @@ class Shares:
 class SharesExchange(Shares):
     """What this peer remembers, which others may ask for: whoever comes later than a death has not heard of it."""
 
-    def __init__(self, rpc: Rpc) -> None:
+    def __init__(self, rpc: "Rpc") -> None:
         super().__init__()
         self._rpc = rpc
         rpc.handle("shares", self._on_shares, onlookers=True)

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -76,6 +74,7 @@ class LogConfig:
     every: int = 10  # inner steps between two train events
     tensorboard: bool = False  # also write TensorBoard files; needs the tensorboard extra
     prometheus_port: int = 0  # serve metrics on loopback; 0: do not
+    plots: bool = True  # in the report, which takes two seconds; needs the plots extra
 
     def __post_init__(self) -> None:
         at_least("log", self, 1, "every")
@@ -339,6 +338,10 @@ def with_own_settings(config: Config, overrides: Sequence[str], allowed: Sequenc
         key, equals, _ = override.lstrip("+").partition("=")
         if not equals or not any(key == name or key.startswith(f"{name}.") for name in allowed):
             raise ConfigError(f"{override}: only {', '.join(allowed)} can be set here")
+    # Here, because peers read configurations too, and have no overrides to parse.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     changed = OmegaConf.create(values)
     try:
         for change in OverridesParser.create().parse_overrides(list(overrides)):

@@ -67,7 +67,8 @@ class LocalRun:
             check_fit(self._plan.paths[0], config)
         self.folder = make_run_folder(config)
         self._sockets = make_socket_folder()
-        self._children = Children(PRELOAD, cleanup=[self._sockets], threads=config.threads)
+        grace_s = max(1.0, config.launch.grace_s - 5.0)
+        self._children = Children(PRELOAD, cleanup=[self._sockets], threads=config.threads, grace_s=grace_s)
         self._progress = Progress(config.steps, file=file)
         self._members: dict[int, Member] = {}  # by the child's number
         self._addresses: dict[int, list[str]] = {}  # of peers that run
@@ -300,7 +301,7 @@ class LocalRun:
         from swarmkit.report import write_report
 
         try:
-            return str(write_report(self.folder))
+            return str(write_report(self.folder, plots=self.config.log.plots))
         except (OSError, ValueError) as error:
             return f"could not be written: {error}"
 

@@ -51,7 +51,7 @@ def start(config: Config, *, say: Say = print) -> int:
             result.code = train(node, config, corpus, place, leaving, say)
         finally:
             node.close()
-        _report(folder, leaving, say)
+        _report(folder, config, leaving, say)
     return leaving.end(result.code)
 
 
@@ -86,7 +86,7 @@ def join(
                 result.code = train(node, config, corpus, place, leaving, say)
             finally:
                 node.close()
-            _report(folder, leaving, say)
+            _report(folder, config, leaving, say)
         leaving.end(result.code)
     return result.code
 
@@ -190,12 +190,12 @@ def _adapt(published: Config, own: Config) -> Config:
     return dataclasses.replace(published, **{**ours, "network": network, "resume": None})
 
 
-def _report(folder: Path, leaving: Leaving, say: Say) -> None:
+def _report(folder: Path, config: Config, leaving: Leaving, say: Say) -> None:
     if leaving.left_s < REPORT_S:
         return
     from swarmkit.report import write_report
 
     try:
-        say(f"report {write_report(folder)}")
+        say(f"report {write_report(folder, plots=config.log.plots)}")
     except (OSError, ValueError) as error:
         say(f"the report could not be written: {error}")

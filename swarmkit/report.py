@@ -11,7 +11,7 @@ from swarmkit.shares import read_data
 REPORT = "report.md"
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, *, plots: bool = True) -> Path:
     """Write `report.md`, and PNG plots when matplotlib is installed, into a run's folder; returns the report's path."""
     everybody = read_run(folder)
     peers = [peer for peer in everybody if peer.name.startswith("peer")]
@@ -22,7 +22,7 @@ def write_report(folder: Path) -> Path:
     lines += _data(peers)
     lines += _allocation(peers)
     lines += _failures(peers)
-    lines += _plots(folder, peers, baseline)
+    lines += _plots(folder, peers, baseline) if plots else []
     lines += _sample(peers)
     if (folder / "config.yaml").exists():
         lines += ["All settings are in [config.yaml](config.yaml).", ""]

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from swarmkit.peers.hygiene import DYING_WITH_PARENT
+
 MARK = "SWARMKIT_TEST_MARK"
 Event = dict[str, Any]
 
@@ -37,11 +39,12 @@ SMALL = [
     "network.silence_s=2",
     "network.heartbeat_s=0.5",
     "launch.baseline=false",
+    "log.plots=false",
 ]
 
 
 class Command:
-    """A `swarmkit` command in a process group, temporary folder and environment of its own."""
+    """A `swarmkit` command in a process group, temporary folder and environment of its own; it dies with the tests."""
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self.folder = folder
@@ -53,7 +56,7 @@ class Command:
         self.started = time.time()
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from swarmkit.cli import main; main()", *arguments],
+                [*DYING_WITH_PARENT, sys.executable, "-c", "from swarmkit.cli import main; main()", *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -112,6 +112,12 @@ def test_a_sample_cannot_end_its_own_block(tmp_path: Path) -> None:
     assert lines.index("`````", start + 1) == start + 4
 
 
+def test_a_report_without_plots_draws_none_and_does_not_speak_of_them(tmp_path: Path) -> None:
+    write_peer(tmp_path / "peer-0")
+    assert "Plots" not in write_report(tmp_path, plots=False).read_text()
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_plots_are_png_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_peer(tmp_path / "peer-0")

@@ -12,9 +12,10 @@ from torch import Tensor
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.shards import Wire
+from swarmkit.peers.blame import Blame
 from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
-from swarmkit.peers.exchange import Agreement, Blame, Gathering, Reduction
+from swarmkit.peers.exchange import Agreement, Gathering, Reduction
 from swarmkit.peers.layout import Schema
 from swarmkit.peers.loop import NetworkThread
 from swarmkit.peers.reduction import check_payload, check_wired
@@ -314,6 +315,7 @@ class _Member:
             "blame": "",
             "reason": "",
             "is_link": True,
+            "is_echo": False,
         }
         try:
             self._result = await self._exchange(agreement)
@@ -321,7 +323,7 @@ class _Member:
             report["measured"] = None if self._measured is None else self._measured.to_message()
         except Blame as blame:
             report |= {"ok": False, "blame": blame.peer_id or "", "reason": blame.reason[:400]}
-            report["is_link"] = blame.is_link
+            report |= {"is_link": blame.is_link, "is_echo": blame.is_echo}
         answer = await self._ask("report", report)
         if answer is None:
             # The coordinator died. What we hold counts only if somebody heard it commit.

@@ -232,6 +232,7 @@ class Coordinator:
             blame=field(message, "blame", str),
             reason=field(message, "reason", str)[:500],
             is_link=field(message, "is_link", bool),
+            is_echo=field(message, "is_echo", bool),
             measured=Measured.from_message(message.get("measured")),
         )
         self._roster.heard_from(caller)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.norms import is_finite
+from swarmkit.peers.blame import ENDED, Blame, expect
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
 from swarmkit.peers.layout import Chunk, Layout, Schema, from_bytes, to_bytes
 from swarmkit.peers.rules import Rules
@@ -20,16 +21,6 @@ from swarmkit.peers.timings import Measured, Stopwatch
 from swarmkit.peers.transport import Bulk, Traffic
 
 PLAIN = Rules()
-
-
-class Blame(Exception):
-    """An attempt broke because of one member; `peer_id` is None when nobody in particular is to blame."""
-
-    def __init__(self, peer_id: str | None, reason: str, *, is_link: bool = True) -> None:
-        super().__init__(reason)
-        self.peer_id = peer_id
-        self.reason = reason
-        self.is_link = is_link  # a stream broke; False: what came over it was wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +98,7 @@ class Reduction:
         replies = bulk.open(owner, "reduce", {"attempt": self.agreement.attempt}, self._parts(chunks))
         try:
             for dtype, start, stop in chunks:
-                data = await anext(replies, None)
-                if data is None:
-                    raise Blame(owner, f"{owner[-8:]} ended its stream early")
+                data = expect(await anext(replies, None), owner)
                 self.traffic.received += len(data)
                 from_bytes(data, self._result[dtype][start:stop])
                 if not is_finite(self._result[dtype][start:stop]):
@@ -139,7 +128,9 @@ class Reduction:
                 self.traffic.sent += len(data)
                 yield data
         except Blame as blame:
-            raise PeerUnreachable(blame.reason) from blame
+            if blame.peer_id == sender:
+                raise PeerUnreachable(blame.reason) from blame
+            yield ENDED
         finally:
             collector.cancel()
 
@@ -149,12 +140,10 @@ class Reduction:
             return
         try:
             for number, (dtype, start, stop) in enumerate(self._my_chunks):
-                data = await anext(incoming, None)
-                if data is None or len(data) != (stop - start) * dtype.itemsize:
-                    size = "no" if data is None else len(data)
-                    raise Blame(
-                        sender, f"{sender[-8:]} sent {size} bytes for a chunk of {(stop - start) * dtype.itemsize}"
-                    )
+                data = expect(await anext(incoming, None), sender)
+                if len(data) != (stop - start) * dtype.itemsize:
+                    due = (stop - start) * dtype.itemsize
+                    raise Blame(sender, f"{sender[-8:]} sent {len(data)} bytes for a chunk of {due}")
                 self.traffic.received += len(data)
                 self._arrived[number][index] = data
                 if number == len(self._my_chunks) - 1:
@@ -311,9 +300,7 @@ class Gathering:
         index = self.agreement.members.index(member)
         try:
             for dtype, start, stop in self._layouts[index].chunks(0, 1, self._chunk_bytes):
-                data = await anext(incoming, None)
-                if data is None:
-                    raise Blame(member, f"{member[-8:]} ended its stream early")
+                data = expect(await anext(incoming, None), member)
                 self.traffic.received += len(data)
                 from_bytes(data, self._flats[index][dtype][start:stop])
             # Also what opens the stream of a payload that has no bytes.

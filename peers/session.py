@@ -67,6 +67,7 @@ class Report:
     reason: str
     is_link: bool = True  # a stream broke, which says as much of the reporter as of the blamed; else bad data came
     measured: Measured | None = None
+    is_echo: bool = False  # the blamed had ended its own attempt: a consequence, not the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +297,11 @@ class Session:
                 timings = combine(members, weights, arrived, measured)
                 return Decision(self._attempt, tuple(members), weights, timings=timings)
             reporter, broken = trouble
-            reason = broken.reason
             if self._left() <= 0:
-                return Decision("", (), (), f"no result within {self._timeout} s: {reason}")
+                return Decision("", (), (), f"no result within {self._timeout} s: {broken.reason}")
             await self._hear_out(broken)
+            reporter, broken = self._find_cause(reporter, broken)
+            reason = broken.reason
             await self._abort(members)
             if not await self._drop_dead(set(members)):
                 culprit = self._find_culprit(reporter, broken, may_exclude=number > 0)
@@ -319,6 +321,13 @@ class Session:
                 return
             await self._wait_change(left)
 
+    def _find_cause(self, reporter: str, broken: Report) -> tuple[str, Report]:
+        """The first trouble that is no consequence of another's; if all say that they are, the given one counts."""
+        if not broken.is_echo:
+            return reporter, broken
+        bad = ((peer, report) for peer, report in self._reports.items() if not report.ok and report.blame)
+        return next(((peer, report) for peer, report in bad if not report.is_echo), (reporter, broken))
+
     def _find_culprit(self, reporter: str, broken: Report, *, may_exclude: bool) -> str:
         """Who has to leave so that the others can finish, all being alive; empty: nobody, try once more.
 
@@ -331,6 +340,8 @@ class Session:
         if not broken.is_link:
             return broken.blame
         for member, report in [(reporter, broken), *self._reports.items()]:
+            if report.is_echo and not broken.is_echo:
+                continue
             if not report.ok and report.is_link and report.blame in self._members and member in self._members:
                 self._broken_links.setdefault(member, set()).add(report.blame)
                 self._broken_links.setdefault(report.blame, set()).add(member)

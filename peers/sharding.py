@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.shards import Shards, Wire, Wired
+from swarmkit.peers.blame import ENDED, Blame, expect
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
-from swarmkit.peers.exchange import Agreement, Blame
+from swarmkit.peers.exchange import Agreement
 from swarmkit.peers.layout import from_bytes, to_bytes
 from swarmkit.peers.timings import Measured, Stopwatch
 from swarmkit.peers.transport import Bulk, Traffic
@@ -110,8 +111,11 @@ class ShardedReduction:
             async for chunk in self._chunks(await asyncio.shield(self._mean)):
                 yield chunk
         except Blame as blame:
-            if blame.is_link or blame.peer_id is None:
+            if blame.is_link and blame.peer_id == sender:
                 raise PeerUnreachable(blame.reason) from blame
+            if blame.is_link or blame.peer_id is None:
+                yield ENDED
+                return
             yield _REFUSAL.pack(_NO_SIZE, self.agreement.members.index(blame.peer_id))
         finally:
             collector.cancel()
@@ -185,10 +189,7 @@ class ShardedReduction:
         return message
 
     async def _next(self, member: int, incoming: AsyncIterator[bytes]) -> bytes:
-        chunk = await anext(incoming, None)
-        if chunk is None:
-            name = self.agreement.members[member]
-            raise Blame(name, f"{name[-8:]} ended its stream early")
+        chunk = expect(await anext(incoming, None), self.agreement.members[member])
         self.traffic.received += len(chunk)
         return chunk
 

@@ -86,6 +86,7 @@ def test_a_round_of_the_far_future_does_not_make_the_present_ones_old(scene: Sce
             "blame": "",
             "reason": "",
             "is_link": False,
+            "is_echo": False,
         },
     )
     assert scene.honest_round(0) == [2, 2]

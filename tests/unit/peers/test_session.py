@@ -201,6 +201,44 @@ def test_a_peer_whose_own_uplink_fails_cannot_talk_the_others_out_of_the_round(b
     in_loop(scenario)
 
 
+def test_who_ends_its_attempt_because_of_another_is_not_taken_for_the_cause() -> None:
+    """c's streams fail; a notices and ends its attempt, so that b's stream to a ends too and b hears nothing of c."""
+
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer) for peer in "abc"}
+        begins = {peer: await task for peer, task in meets.items()}
+        for _ in range(2):
+            echo = Report(False, "a", "a ended its attempt", is_echo=True)
+            reports = {"b": round.report("b", begins["b"], echo)}
+            await asyncio.sleep(0)
+            reports["c"] = round.report("c", begins["c"], Report(False, "a", "stream broke"))
+            reports["a"] = round.report("a", begins["a"], Report(False, "", "aborted"))
+            begins = {peer: await task for peer, task in reports.items()}
+        assert begins["a"]["members"] == ["a", "b"]
+        assert begins["c"]["reason"] == "stream broke"
+        await finish({peer: begins[peer] for peer in "ab"}, round)
+
+    in_loop(scenario)
+
+
+def test_who_ends_every_attempt_without_a_cause_has_to_go() -> None:
+    async def scenario() -> None:
+        round = Round(["a", "b", "c"])
+        meets = {peer: round.meet(peer) for peer in "abc"}
+        begins = {peer: await task for peer, task in meets.items()}
+        for _ in range(2):
+            echo = Report(False, "c", "c ended its attempt", is_echo=True)
+            reports = {peer: round.report(peer, begins[peer], echo) for peer in "ab"}
+            reports["c"] = round.report("c", begins["c"], Report(True, "", ""))
+            begins = {peer: await task for peer, task in reports.items()}
+        assert begins["a"]["members"] == ["a", "b"]
+        assert begins["c"]["outcome"] == "failed"
+        await finish({peer: begins[peer] for peer in "ab"}, round)
+
+    in_loop(scenario)
+
+
 def test_a_member_that_comes_from_another_round_than_the_majority_has_to_fetch_the_state() -> None:
     async def scenario() -> None:
         round = Round(["a", "b", "c", "new"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swarmkit.optim.mean import weighted_mean
-from swarmkit.peers.exchange import Agreement, Blame
+from swarmkit.peers.blame import Blame
+from swarmkit.peers.exchange import Agreement
 from swarmkit.peers.sharding import ShardedReduction
 from swarmkit.peers.transport import Traffic
 
@@ -72,7 +73,7 @@ def test_a_liar_among_owners_may_not_name_a_member_that_there_is_not() -> None:
             await one._receive(2, replies(), 1000)
         return caught.value
 
-    for head in (b"\xff" * 8 + (7).to_bytes(4, "little"), b"\0" * 12, b"", b"\xff" * 8, b"\0" * 40):
+    for head in (b"\xff" * 8 + (7).to_bytes(4, "little"), b"\0" * 12, b"\xff" * 8, b"\0" * 40):
         blame = asyncio.run(read(head))
         assert (blame.peer_id, blame.is_link) == ("third", False)
     named = asyncio.run(read(b"\xff" * 8 + (1).to_bytes(4, "little")))

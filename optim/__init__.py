@@ -8,6 +8,19 @@ if TYPE_CHECKING:
     from swarmkit.optim.averaging import Averaging, Pending, PlainAveraging
     from swarmkit.optim.co2 import CO2
     from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
+    from swarmkit.optim.compression.blockwise import Blockwise
+    from swarmkit.optim.compression.casting import Casting
+    from swarmkit.optim.compression.codec import Codec
+    from swarmkit.optim.compression.compressed import CompressedAveraging
+    from swarmkit.optim.compression.lgreco import LGreCo
+    from swarmkit.optim.compression.minifloat import E3M0
+    from swarmkit.optim.compression.powersgd import PowerSGD
+    from swarmkit.optim.compression.qsgd import QSGD
+    from swarmkit.optim.compression.random_k import RandomK
+    from swarmkit.optim.compression.registry import make_codec
+    from swarmkit.optim.compression.route import Route
+    from swarmkit.optim.compression.sparse import TopK
+    from swarmkit.optim.compression.ternary import TernGrad
     from swarmkit.optim.demo import DeMo
     from swarmkit.optim.diloco import DiLoCo
     from swarmkit.optim.errors import RoundFailed, SwarmError
@@ -18,26 +31,39 @@ if TYPE_CHECKING:
     from swarmkit.optim.synced import SyncedOptimizer, parameter_names
 
 __all__ = [
-    "CO2",
     "AllReduce",
     "Averaging",
+    "Blockwise",
+    "CO2",
+    "Casting",
+    "Codec",
     "Collective",
+    "CompressedAveraging",
     "DeMo",
     "DiLoCo",
+    "E3M0",
     "Every",
     "Gathered",
+    "LGreCo",
     "LocalSGD",
     "Pace",
     "Pending",
     "PlainAveraging",
+    "PowerSGD",
+    "QSGD",
     "QuadraticSync",
+    "RandomK",
     "Reduced",
     "RoundFailed",
     "RoundKey",
     "RoundReport",
+    "Route",
     "Schedule",
     "SwarmError",
     "SyncedOptimizer",
+    "TernGrad",
+    "TopK",
+    "make_codec",
     "parameter_names",
 ]
 
@@ -47,6 +73,21 @@ _MODULES = {
     "averaging": ["Averaging", "Pending", "PlainAveraging"],
     "co2": ["CO2"],
     "collective": ["Collective", "Gathered", "Reduced", "RoundKey"],
+    "compression": [
+        "Blockwise",
+        "Casting",
+        "Codec",
+        "CompressedAveraging",
+        "E3M0",
+        "LGreCo",
+        "PowerSGD",
+        "QSGD",
+        "RandomK",
+        "Route",
+        "TernGrad",
+        "TopK",
+        "make_codec",
+    ],
     "demo": ["DeMo"],
     "diloco": ["DiLoCo"],
     "errors": ["RoundFailed", "SwarmError"],

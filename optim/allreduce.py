@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from swarmkit.optim.anchor import LiveAnchor
 from swarmkit.optim.norms import total_norm
 from swarmkit.optim.offer import Offer
+from swarmkit.optim.options import Coded
 from swarmkit.optim.synced import Closure, SyncedOptimizer
 
 
@@ -23,13 +24,13 @@ class AllReduce(SyncedOptimizer):
     """
 
     round_name = "gradients"
+    _not_here = {
+        "sync": "AllReduce synchronises in every step; LocalSGD and DiLoCo have windows",
+        "pace": "AllReduce synchronises in every step, so there is no window to fill together",
+    }
 
-    def __init__(self, inner: torch.optim.Optimizer, *, clip: float | None = None, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, inner: torch.optim.Optimizer, *, clip: float | None = None, **options: Unpack[Coded]) -> None:
         """Wrap `inner`; `clip` is the largest global L2 norm of the mean gradient, the rest see SyncedOptimizer."""
-        if options.get("sync") is not None:
-            raise ValueError("sync: AllReduce synchronises in every step; LocalSGD and DiLoCo have windows")
-        if options.get("pace") is not None:
-            raise ValueError("pace: AllReduce synchronises in every step, so there is no window to fill together")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip={clip}: must be positive, or None")
         self._clip = clip

@@ -1,7 +1,7 @@
 """CO2: an outer step on a mean that is one round late, with a penalty for staleness and a clip (arXiv 2401.16265)."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.norms import total_norm
 from swarmkit.optim.offer import Offer
+from swarmkit.optim.options import Overlapping
 from swarmkit.optim.overlapped import OverlappedOptimizer
 from swarmkit.optim.snapshot import check_form
 
@@ -35,6 +36,7 @@ class CO2(OverlappedOptimizer):
     """
 
     round_name = "co2"
+    _not_here = {"fragments": "CO2 sends the whole model"}
 
     def __init__(
         self,
@@ -46,8 +48,9 @@ class CO2(OverlappedOptimizer):
         clip: float | None = 1.0,
         overlap: bool = True,
         keep_local: bool | None = None,
-        **options: Any,  # noqa: ANN401 - see OverlappedOptimizer and SyncedOptimizer
+        **options: Unpack[Overlapping],
     ) -> None:
+        """Wrap `inner`; what is not said above, see SyncedOptimizer."""
         if not (penalty is None or penalty == "gap" or (isinstance(penalty, int | float) and penalty >= 1)):
             raise ValueError(f"penalty={penalty!r}: must be 'gap', a number of at least 1, or None")
         if clip is not None and not clip >= 0:
@@ -55,8 +58,6 @@ class CO2(OverlappedOptimizer):
         keep_local = overlap if keep_local is None else keep_local
         if keep_local and not overlap:
             raise ValueError("keep_local: without overlap no local progress is put off")
-        if options.get("fragments", 1) != 1:
-            raise ValueError(f"fragments={options['fragments']}: CO2 sends the whole model")
         self.penalty: Penalty = penalty
         self.clip = clip
         self._moved = 0.0  # L2 distance that the anchor has gone since the running window started

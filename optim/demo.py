@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from swarmkit.optim.demo_averaging import DeMoAveraging
 from swarmkit.optim.demo_momentum import Mean, Momentum
 from swarmkit.optim.norms import all_finite, total_norm
 from swarmkit.optim.offer import Offer, not_finite
+from swarmkit.optim.options import EveryStep
 from swarmkit.optim.round_report import RoundReport
+from swarmkit.optim.schedule import Schedule
 from swarmkit.optim.second_moment import SecondMoment
 from swarmkit.optim.synced import Closure, SyncedOptimizer
 
@@ -50,6 +52,11 @@ class DeMo(SyncedOptimizer):
     """
 
     averaging: DeMoAveraging
+    _not_here = {
+        "averaging": "DeMo sends coefficients of its own, which no codec takes; see values",
+        "compression": "DeMo sends coefficients of its own, which no codec takes; see values",
+        "pace": "DeMo's parameters move in rounds only, so there is no window to fill together",
+    }
 
     def __init__(
         self,
@@ -64,8 +71,10 @@ class DeMo(SyncedOptimizer):
         sign: bool = False,
         normalise: bool = False,
         average: str = "members",
-        **options: Any,  # noqa: ANN401 - see SyncedOptimizer
+        sync: Schedule | None = None,
+        **options: Unpack[EveryStep],
     ) -> None:
+        """Wrap `inner`; `sync` says every how many steps there is a round, the rest see SyncedOptimizer."""
         if k < 1:
             raise ValueError(f"k={k}: at least 1 coefficient per chunk must be sent")
         if not 0 <= beta <= 1:
@@ -76,15 +85,11 @@ class DeMo(SyncedOptimizer):
             raise ValueError(f"precondition={precondition}: a decay of at least 0 and below 1, or None")
         if average not in AVERAGES:
             raise ValueError(f"average={average!r}: must be one of {', '.join(AVERAGES)}")
-        if options.get("averaging") is not None:
-            raise ValueError("averaging: DeMo sends coefficients of its own, which no codec takes; see values")
-        if options.get("pace") is not None:
-            raise ValueError("pace: DeMo's parameters move in rounds only, so there is no window to fill together")
         self.beta, self.sign, self.normalise, self.average = beta, sign, normalise, average
         self.precondition = precondition
         self._k, self._chunk, self._values, self._alpha = k, chunk, values, alpha
         self._trouble: str | None = None  # why this window's gradients are not to be trusted
-        super().__init__(inner, **options)
+        super().__init__(inner, sync=sync, **options)
 
     def _adopt_parameters(self) -> None:
         parameters = list(self.parameters())

@@ -1,13 +1,14 @@
 """DiLoCo: outer steps on mean pseudo-gradients (arXiv 2311.08105), eager (2502.12996), in fragments (2501.18512)."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.norms import total_norm
+from swarmkit.optim.options import Fragments
 from swarmkit.optim.overlapped import OverlappedOptimizer
 from swarmkit.optim.snapshot import check_form
 
@@ -44,8 +45,9 @@ class DiLoCo(OverlappedOptimizer):
         eager: Eager = False,
         overlap_steps: int = 0,
         mixing: float = 0.0,
-        **options: Any,  # noqa: ANN401 - see OverlappedOptimizer and SyncedOptimizer
+        **options: Unpack[Fragments],
     ) -> None:
+        """Wrap `inner`; what is not said above, see SyncedOptimizer."""
         if eager not in (False, True, "delayed"):
             raise ValueError(f"eager={eager!r}: must be True, False or 'delayed'")
         if eager and (overlap_steps or mixing):

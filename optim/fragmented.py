@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from swarmkit.optim.averaging import Averaging
 from swarmkit.optim.flight import Flight
 from swarmkit.optim.fragments import Fragment
+from swarmkit.optim.options import Windows
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.snapshot import read_lineage
 from swarmkit.optim.synced import SyncedOptimizer
@@ -29,7 +31,8 @@ class FragmentedOptimizer(SyncedOptimizer):
     _fragments: list[Fragment]
     _count: int
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - see SyncedOptimizer
+    def __init__(self, inner: torch.optim.Optimizer, **options: Unpack[Windows]) -> None:
+        """Wrap `inner`; see SyncedOptimizer."""
         self._telling: Fragment | None = None
         self._thread = threading.get_ident()
         self._asked = False  # another thread has taken a snapshot
@@ -37,7 +40,7 @@ class FragmentedOptimizer(SyncedOptimizer):
         # Of the snapshot that was loaded last: rounds it lacks, the round that was to begin next, the newest boundary.
         self._missing: list[int] = []
         self._next_round = self._launched_step = 0
-        super().__init__(*arguments, **options)
+        super().__init__(inner, **options)
 
     def _flying(self) -> list[Fragment]:
         """Fragments with a round under way, in the order in which the rounds began."""

@@ -2,16 +2,21 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from swarmkit.optim.averaging import Averaging, PlainAveraging
+from swarmkit.optim.collective import Collective
+from swarmkit.optim.compression.codec import Codec
+from swarmkit.optim.compression.compressed import CompressedAveraging
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.flights import FlyingOptimizer
 from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.lead import Lead, LeadOf
+from swarmkit.optim.options import Windows
 from swarmkit.optim.partition import FragmentBy, partition
 from swarmkit.optim.synced import Closure
 
@@ -44,7 +49,7 @@ class OverlappedOptimizer(FlyingOptimizer):
         staggered: bool = True,
         averaging_for: Callable[[int], Averaging] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        **options: Any,  # noqa: ANN401 - see SyncedOptimizer
+        **options: Unpack[Windows],
     ) -> None:
         """Wrap `inner`; see the strategies for what the options mean, and SyncedOptimizer for the others."""
         if not outer_lr >= 0:
@@ -55,11 +60,14 @@ class OverlappedOptimizer(FlyingOptimizer):
             raise ValueError(f"overlap_steps={delay}: must not be negative")
         if not 0 <= mixing <= 1:
             raise ValueError(f"mixing={mixing}: must be between 0 (adopt the round) and 1 (keep the local parameters)")
-        if averaging_for is not None and options.get("averaging") is not None:
-            raise ValueError("averaging: give either one or averaging_for, one for each fragment")
+        codec, compression = options.get("averaging"), options.get("compression")
+        if averaging_for is not None and (codec is not None or compression is not None):
+            raise ValueError("averaging_for: of this, averaging and compression only one can be given")
+        if fragments > 1 and compression is not None and codec is None:
+            averaging_for = _Coded(compression, options["collective"])
+            del options["compression"]
         if fragments < 1:
             raise ValueError(f"fragments={fragments}: must be at least 1")
-        codec = options.get("averaging")
         if fragments > 1 and codec is not None and not isinstance(codec, PlainAveraging):
             raise ValueError("averaging: a codec has state of its own for each fragment, so give averaging_for")
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
@@ -250,3 +258,15 @@ class OverlappedOptimizer(FlyingOptimizer):
         with self._lock:
             fragment.part.restore()
             fragment.start = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """Makes each fragment an averaging of its own, as a codec has state for each, and draws of its own."""
+
+    codec: Codec
+    collective: Collective
+
+    def __call__(self, fragment: int) -> Averaging:
+        feedback = self.codec.contractive
+        return CompressedAveraging(self.codec, self.collective, error_feedback=feedback, generator=fragment)

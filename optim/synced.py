@@ -4,7 +4,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from swarmkit.optim.agreement import EVERY_ROUNDS
 from swarmkit.optim.anchor import Anchor
 from swarmkit.optim.averaging import Averaging, PlainAveraging
 from swarmkit.optim.collective import Collective, Reduced, RoundKey
+from swarmkit.optim.compression.codec import Codec
+from swarmkit.optim.compression.compressed import CompressedAveraging
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.offer import Offer, can_be_sent, not_finite
+from swarmkit.optim.options import check_options, signature
 from swarmkit.optim.pace import Pace
 from swarmkit.optim.round_report import RoundReport
 from swarmkit.optim.schedule import Every, Schedule
@@ -50,6 +53,16 @@ class SyncedOptimizer(StatefulOptimizer):
     # GradScaler then calls step() on overflow too, so that this peer still comes to the round it is expected in.
     _step_supports_amp_scaling = True
     round_name: ClassVar[str]
+    _not_here: ClassVar[Mapping[str, str]] = {}  # options that other strategies have, and why this one has not
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = signature(cls)  # type: ignore[attr-defined]
+
+    def __new__(cls, *arguments: object, **options: object) -> Self:
+        """Refuse an option that there is not, and name the nearest one."""
+        check_options(cls, options, cls._not_here)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -57,6 +70,7 @@ class SyncedOptimizer(StatefulOptimizer):
         *,
         collective: Collective,
         averaging: Averaging | None = None,
+        compression: Codec | None = None,
         sync: Schedule | None = None,
         pace: Pace | None = None,
         names: Mapping[Tensor, str] | None = None,
@@ -66,11 +80,17 @@ class SyncedOptimizer(StatefulOptimizer):
         """Wrap `inner`.
 
         `sync` says how long windows are, and `pace` whose steps fill them; without one it is this replica's own.
-        `averaging` takes what is averaged through a codec; without one it is sent as it is. `names` maps parameters to
+        `compression` is the codec that what is averaged is sent through, with error feedback where the codec shrinks
+        errors (`Codec.contractive`); without one it is sent as it is. For other ways, as L-GreCo, give the `averaging`
+        itself. `names` maps parameters to
         the names that snapshots and error messages use (see `parameter_names`); `buffers` are floating-point tensors,
         like BatchNorm statistics, that each round averages as they are; `offload` names the device that holds the
         anchor and the outer state.
         """
+        if compression is not None:
+            if averaging is not None:
+                raise ValueError("compression: give a codec, or an averaging that has one, not both")
+            averaging = CompressedAveraging(compression, collective, error_feedback=compression.contractive)
         self.sync: Schedule = sync if sync is not None else Every(1)
         self.pace = pace
         self.on_round: list[Callable[[RoundReport], None]] = []

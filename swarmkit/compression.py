@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, slots=True)
-class LGrecoConfig:
+class LGreCoConfig:
     """Layer-wise adaptive compression: each tensor gets its own parameter (arXiv 2210.17357)."""
 
     period: int = 0  # rounds between two allocations; 0: all tensors have the codec's own parameter
@@ -127,7 +127,7 @@ class QSGDConfig(GatherCodecConfig):
     bits: int = 4  # a value, sign included
     bucket: int = 512  # values that share a scale
     norm: Norm = Norm.max  # what levels are shares of
-    lgreco: LGrecoConfig = field(default_factory=LGrecoConfig)
+    lgreco: LGreCoConfig = field(default_factory=LGreCoConfig)
 
     def __post_init__(self) -> None:
         CodecConfig.__post_init__(self)
@@ -173,7 +173,7 @@ class TopKConfig(GatherCodecConfig):
     name: str = "topk"
     density: float = 0.01  # share of the values that is sent
     values: Precision = Precision.float16  # how they are sent
-    lgreco: LGrecoConfig = field(default_factory=LGrecoConfig)
+    lgreco: LGreCoConfig = field(default_factory=LGreCoConfig)
 
     def __post_init__(self) -> None:
         CodecConfig.__post_init__(self)
@@ -187,6 +187,7 @@ class RandomKConfig(CodecConfig):
     name: str = "randomk"
     density: float = 0.01  # share of the values that is sent
     unbiased: bool = True  # scale them up; without, error feedback makes up for what is left out
+    lgreco: LGreCoConfig = field(default_factory=LGreCoConfig)
 
     def __post_init__(self) -> None:
         CodecConfig.__post_init__(self)
@@ -204,7 +205,7 @@ class PowerSGDConfig(CodecConfig):
 
     name: str = "powersgd"
     rank: int = 4  # of the factors
-    lgreco: LGrecoConfig = field(default_factory=LGrecoConfig)
+    lgreco: LGreCoConfig = field(default_factory=LGreCoConfig)
 
     def __post_init__(self) -> None:
         CodecConfig.__post_init__(self)
@@ -243,7 +244,7 @@ def build_averaging(
     """What averages through the codec that a configuration names, one for each fragment; None for no codec."""
     if not isinstance(config, CodecConfig):
         return None
-    from swarmkit.optim.compression import CompressedAveraging, LGreco, Route, make_codec
+    from swarmkit.optim.compression import CompressedAveraging, LGreCo, Route, make_codec
 
     settings: dict[str, Any] = {
         entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in _NOT_THE_CODECS
@@ -260,11 +261,11 @@ def build_averaging(
         generator=seed + 1_000_003 * fragment,
         route=None if name is RouteName.auto else Route[name.name],
     )
-    lgreco: LGrecoConfig | None = getattr(config, "lgreco", None)
+    lgreco: LGreCoConfig | None = getattr(config, "lgreco", None)
     if lgreco is None or not lgreco.period:
         return averaging
     assert codec.parameter is not None
-    return LGreco(
+    return LGreCo(
         averaging,
         period=lgreco.period,
         window=lgreco.window,

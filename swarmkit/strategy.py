@@ -1,10 +1,10 @@
 """Settings of every strategy, and from settings to a strategy."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarmkit.checks import at_least, in_range, positive
 from swarmkit.compression import CompressionConfig, build_averaging
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from swarmkit.optim import Collective, Pace, Schedule, SyncedOptimizer
     from swarmkit.optim.averaging import Averaging
+    from swarmkit.optim.options import EveryStep
 
 
 DEVICES = r"cpu|mps|cuda(:\d+)?"
@@ -229,16 +230,23 @@ def build_strategy(
     from swarmkit.optim import CO2, AllReduce, DeMo, DiLoCo, LocalSGD
 
     codec = compression or CompressionConfig()
-    options: dict[str, Any] = {
+    options: EveryStep = {
         "collective": collective,
         "names": names,
         "buffers": buffers,
         "offload": config.offload,
     }
 
-    def averaging(fragment: int = 0) -> "Averaging | None":
-        fragments = config.fragments if isinstance(config, DiLoCoConfig) else 1
-        return build_averaging(codec, collective, seed=seed, fragment=fragment, fragments=fragments)
+    def averaging() -> "Averaging | None":
+        return build_averaging(codec, collective, seed=seed)
+
+    def averaging_for(fragments: int) -> "Callable[[int], Averaging] | None":
+        def made(fragment: int) -> "Averaging":
+            found = build_averaging(codec, collective, seed=seed, fragment=fragment, fragments=fragments)
+            assert found is not None
+            return found
+
+        return None if codec.name == "none" else made
 
     def sync(found: SyncConfig) -> "Schedule":
         return build_schedule(found, total_steps=total_steps, warmup_steps=warmup_steps)
@@ -253,13 +261,13 @@ def build_strategy(
                 inner,
                 sync=sync(config.sync),
                 pace=pace,
-                averaging_for=None if codec.name == "none" else averaging,
+                averaging_for=averaging_for(config.fragments),
                 outer_lr=config.outer_lr,
                 outer_momentum=config.outer_momentum,
                 nesterov=config.nesterov,
                 eager="delayed" if config.eager == "delayed" else bool(config.eager),
                 fragments=config.fragments,
-                fragment_by=config.fragment_by.name,
+                fragment_by="layer" if config.fragment_by is FragmentBy.layer else "strided",
                 overlap_steps=config.overlap_steps,
                 mixing=config.mixing,
                 **options,

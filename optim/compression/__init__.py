@@ -5,7 +5,7 @@ from swarmkit.optim.compression.blockwise import Blockwise
 from swarmkit.optim.compression.casting import Casting
 from swarmkit.optim.compression.codec import Codec, GatherCodec, Layout, LinearCodec, decode, encode, round_trip
 from swarmkit.optim.compression.compressed import CompressedAveraging
-from swarmkit.optim.compression.lgreco import LGreco
+from swarmkit.optim.compression.lgreco import LGreCo
 from swarmkit.optim.compression.minifloat import E3M0
 from swarmkit.optim.compression.powersgd import PowerSGD
 from swarmkit.optim.compression.qsgd import QSGD
@@ -25,7 +25,7 @@ __all__ = [
     "CompressedAveraging",
     "E3M0",
     "GatherCodec",
-    "LGreco",
+    "LGreCo",
     "Layout",
     "LinearCodec",
     "PowerSGD",

@@ -20,7 +20,7 @@ _LARGEST = 1e30  # of a table's entries: their weighted sums stay finite in floa
 _STATE = {"averaging", "sum"}
 
 
-class LGreco:
+class LGreCo:
     """An Averaging that chooses the codec's parameter anew for each tensor every `period` rounds.
 
     Over the `window` rounds before, each member sums up what it was given to send: without residuals of error feedback,
@@ -202,7 +202,7 @@ class _Asked:
 
 
 class _Round:
-    def __init__(self, lgreco: LGreco, pending: Pending, asked: _Asked | None, offered: Tensor | None) -> None:
+    def __init__(self, lgreco: LGreCo, pending: Pending, asked: _Asked | None, offered: Tensor | None) -> None:
         self._lgreco = lgreco
         self._pending = pending
         self._asked = asked

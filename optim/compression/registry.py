@@ -1,6 +1,5 @@
 """Codecs by name, as configurations give them."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ from swarmkit.optim.compression.qsgd import QSGD
 from swarmkit.optim.compression.random_k import RandomK
 from swarmkit.optim.compression.sparse import TopK
 from swarmkit.optim.compression.ternary import TernGrad
+from swarmkit.optim.misspelt import nearest
 
 CODECS: dict[str, Callable[..., Codec]] = {
     "fp16": partial(Casting, "fp16"),
@@ -32,12 +32,11 @@ CODECS: dict[str, Callable[..., Codec]] = {
 def make_codec(name: str, **parameters: float | str | bool | None) -> Codec:
     """The codec of a name (see CODECS); raises ValueError naming the nearest one, or the parameters that there are."""
     if name not in CODECS:
-        near = difflib.get_close_matches(name, CODECS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(CODECS)}")
+        raise ValueError(f"codec {name!r} is unknown{nearest(name, CODECS)}")
     known = [p.name for p in inspect.signature(CODECS[name]).parameters.values()]
     if isinstance(CODECS[name], partial):
         known = [key for key in known if key not in ("bits", "dtype")]
     for parameter in parameters:
         if parameter not in known:
-            raise ValueError(f"codec {name!r} has no parameter {parameter!r}, but {known or 'none'}")
+            raise ValueError(f"codec {name!r} has no parameter {parameter!r}{nearest(parameter, known)}")
     return CODECS[name](**parameters)

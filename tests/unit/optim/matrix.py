@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim import CO2, AllReduce, Averaging, Collective, DeMo, DiLoCo, Every, LocalSGD, SyncedOptimizer
-from swarmkit.optim.compression import CODECS, CompressedAveraging, LGreco, Route, make_codec
+from swarmkit.optim.compression import CODECS, CompressedAveraging, LGreCo, Route, make_codec
 from tests.unit.optim.replicas import Net, adamw, sgd
 
 
@@ -82,7 +82,7 @@ class Coded:
         """An averaging of a fragment."""
         codec = make_codec(self.name, **{"min_size": 8, **self.settings})
         found = CompressedAveraging(codec, collective, error_feedback=self.feedback, generator=number, route=self.route)
-        return LGreco(found, period=2, window=1, stride=fragments) if self.adaptive else found
+        return LGreCo(found, period=2, window=1, stride=fragments) if self.adaptive else found
 
 
 _SMALL: dict[str, dict[str, Any]] = {

@@ -285,7 +285,7 @@ def test_refuses_settings_that_cannot_work() -> None:
         ({"clip": -1.0}, "clip=-1.0"),
         ({"clip": math.nan}, "clip=nan"),
         ({"overlap": False, "keep_local": True}, "keep_local"),
-        ({"fragments": 2}, "fragments=2"),
+        ({"fragments": 2}, "fragments: CO2 sends the whole model"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim import SyncedOptimizer
-from swarmkit.optim.compression import CODECS, CompressedAveraging, LGreco, Route
+from swarmkit.optim.compression import CODECS, CompressedAveraging, LGreCo, Route
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from swarmkit.training_state import State, collect, resume_exactly
 from tests.unit.optim.matrix import DEMO, GATHERED, PAYLOADS, STRATEGIES, WITH_PARAMETER, Coded, Strategy, descend
@@ -92,7 +92,7 @@ def test_every_codec_has_something_to_do_in_the_small_network() -> None:
     for name, codec in PAYLOADS.items():
         if codec is not None:
             averaging = codec(collective)
-            inner = averaging.averaging if isinstance(averaging, LGreco) else averaging
+            inner = averaging.averaging if isinstance(averaging, LGreCo) else averaging
             assert isinstance(inner, CompressedAveraging)
             assert inner.compressed(tensors)[:1] == [0], name
 

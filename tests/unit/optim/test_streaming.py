@@ -340,7 +340,7 @@ def test_refuses_what_cannot_be_cut_or_shared() -> None:
         ({"fragments": 0}, "fragments=0"),
         ({"fragments": 2, "fragment_by": "size"}, "fragment_by='size'"),
         ({"fragments": 2, "averaging": Rounding(collective)}, "averaging_for"),
-        ({"averaging": Rounding(collective), "averaging_for": lambda n: Rounding(collective)}, "either one"),
+        ({"averaging": Rounding(collective), "averaging_for": lambda n: Rounding(collective)}, "only one can be given"),
         ({"overlap_steps": -1}, "overlap_steps=-1"),
         ({"mixing": 1.5}, "mixing=1.5"),
     ]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmkit import checkpoint
-from swarmkit.compression import CODEC_CONFIGS, LGrecoConfig, PowerSGDConfig, QSGDConfig, TopKConfig
+from swarmkit.compression import CODEC_CONFIGS, LGreCoConfig, PowerSGDConfig, QSGDConfig, RandomKConfig, TopKConfig
 from swarmkit.config import Config
 from swarmkit.inner import SGDConfig
 from swarmkit.peers.local import LocalCollective, LocalSwarm
@@ -18,9 +18,10 @@ CODECS: dict[str, dict[str, Any]] = {name: {"min_size": 64} for name in CODEC_CO
 CODECS["topk"]["density"] = CODECS["randomk"]["density"] = 0.05
 CODECS["powersgd"]["rank"] = 2
 ADAPTIVE = {
-    "topk": TopKConfig(min_size=64, density=0.05, lgreco=LGrecoConfig(period=2, window=1)),
-    "qsgd": QSGDConfig(min_size=64, bits=4, lgreco=LGrecoConfig(period=2, window=1)),
-    "powersgd": PowerSGDConfig(min_size=64, rank=2, lgreco=LGrecoConfig(period=2, window=1)),
+    "topk": TopKConfig(min_size=64, density=0.05, lgreco=LGreCoConfig(period=2, window=1)),
+    "qsgd": QSGDConfig(min_size=64, bits=4, lgreco=LGreCoConfig(period=2, window=1)),
+    "randomk": RandomKConfig(min_size=64, density=0.05, lgreco=LGreCoConfig(period=2, window=1)),
+    "powersgd": PowerSGDConfig(min_size=64, rank=2, lgreco=LGreCoConfig(period=2, window=1)),
 }
 COMPRESSED = [name for name in STRATEGIES if name != "demo"]
 

@@ -16,9 +16,10 @@ from swarmkit.optim import AllReduce, Reduced, RoundFailed, RoundKey
 from swarmkit.optim.compression.casting import Casting
 from swarmkit.optim.compression.codec import Codec
 from swarmkit.optim.compression.compressed import CompressedAveraging
-from swarmkit.optim.compression.lgreco import LGreco, error_table, size_table
+from swarmkit.optim.compression.lgreco import LGreCo, error_table, size_table
 from swarmkit.optim.compression.powersgd import PowerSGD
 from swarmkit.optim.compression.qsgd import QSGD
+from swarmkit.optim.compression.random_k import RandomK
 from swarmkit.optim.compression.sparse import TopK
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from tests.unit.optim.replicas import adamw
@@ -27,6 +28,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "topk": lambda: TopK(0.05),
     "powersgd": lambda: PowerSGD(4),
     "qsgd": lambda: QSGD(4, bucket=128),
+    "randomk": lambda: RandomK(0.05, unbiased=False),
 }
 SHAPES = ((48, 32), (7,), (96, 32), (32, 32), (40, 40, 2))
 COMPRESSED = [shape for shape in SHAPES if len(shape) > 1]
@@ -44,26 +46,26 @@ def gradients(rank: int, step: int) -> list[Tensor]:
     return found
 
 
-def adaptive(codec: Codec, collective: LocalCollective, **options: Any) -> LGreco:
+def adaptive(codec: Codec, collective: LocalCollective, **options: Any) -> LGreCo:
     averaging = CompressedAveraging(codec, collective, error_feedback=codec.contractive)
-    return LGreco(averaging, **{"period": 4, "window": 2, **options})
+    return LGreCo(averaging, **{"period": 4, "window": 2, **options})
 
 
-def average(lgreco: LGreco, rank: int, step: int, weight: float = 1.0) -> Reduced:
+def average(lgreco: LGreCo, rank: int, step: int, weight: float = 1.0) -> Reduced:
     return lgreco.begin(gradients(rank, step), round=RoundKey("gradients", step), weight=weight).result()
 
 
-def run(codec: str, members: int = 3, rounds: int = 6, **options: Any) -> list[tuple[LGreco, list[Reduced]]]:
+def run(codec: str, members: int = 3, rounds: int = 6, **options: Any) -> list[tuple[LGreCo, list[Reduced]]]:
     """Members that average their gradients; the first table is in round 4."""
 
-    def task(collective: LocalCollective, rank: int) -> tuple[LGreco, list[Reduced]]:
+    def task(collective: LocalCollective, rank: int) -> tuple[LGreCo, list[Reduced]]:
         lgreco = adaptive(CODECS[codec](), collective, **options)
         return lgreco, [average(lgreco, rank, step) for step in range(rounds)]
 
     return LocalSwarm(members).run(task)
 
 
-def check_agreement(members: Sequence[tuple[LGreco, list[Reduced]]]) -> None:
+def check_agreement(members: Sequence[tuple[LGreCo, list[Reduced]]]) -> None:
     """One choice on all members, and the same means bit for bit."""
     (first, means), *others = members
     assert first.parameters is not None
@@ -82,7 +84,8 @@ def test_all_members_choose_the_same_and_send_fewer_bytes_at_no_more_error(codec
     found = lgreco.allocation
     assert found is not None
     assert found.error <= found.budget
-    assert found.gap < 0.01
+    # Errors of random-k are concave in the bytes: of four tensors, the relaxation splits one.
+    assert found.gap < (0.2 if codec == "randomk" and not squared else 0.01)
     baseline = lgreco.candidates.index(lgreco.codec.parameter)  # type: ignore[arg-type]
     uniform = int(size_table(lgreco.codec, COMPRESSED, lgreco.candidates)[:, baseline].sum())
     assert found.bytes < uniform
@@ -144,7 +147,7 @@ def test_the_table_is_of_the_sum_of_what_was_given_to_send_over_the_window(codec
 
 
 def test_a_peer_that_only_observes_has_no_say_and_chooses_alike() -> None:
-    def task(collective: LocalCollective, rank: int, observer: float) -> LGreco:
+    def task(collective: LocalCollective, rank: int, observer: float) -> LGreCo:
         lgreco = adaptive(TopK(0.05), collective)
         for step in range(5):
             scale = 1.0 if rank < 2 else 1e6
@@ -163,7 +166,7 @@ def test_a_peer_that_only_observes_has_no_say_and_chooses_alike() -> None:
 
 
 def test_nobody_s_errors_leave_the_choice_as_it_is() -> None:
-    def task(collective: LocalCollective, rank: int) -> LGreco:
+    def task(collective: LocalCollective, rank: int) -> LGreCo:
         lgreco = adaptive(TopK(0.05), collective)
         for step in range(5):
             zeros = [torch.zeros(shape) for shape in SHAPES]
@@ -272,7 +275,7 @@ def test_residuals_and_bases_outlive_a_change_of_parameters(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["topk", "qsgd"])
 def test_a_joiner_without_the_parameters_is_understood_and_agrees_from_the_next_table_on(codec: str) -> None:
-    def task(collective: LocalCollective, rank: int) -> tuple[LGreco, list[Reduced], bool]:
+    def task(collective: LocalCollective, rank: int) -> tuple[LGreCo, list[Reduced], bool]:
         lgreco = adaptive(CODECS[codec](), collective)
         reduced = [average(lgreco, rank, step) for step in range(6)]
         if rank == 2:
@@ -291,7 +294,7 @@ def test_a_joiner_without_the_parameters_is_understood_and_agrees_from_the_next_
 def test_a_joiner_with_the_shared_state_sends_as_the_others_do_from_its_first_round(codec: str) -> None:
     shared: dict[str, Any] = {}
 
-    def task(collective: LocalCollective, rank: int) -> tuple[LGreco, list[Reduced]]:
+    def task(collective: LocalCollective, rank: int) -> tuple[LGreCo, list[Reduced]]:
         lgreco = adaptive(CODECS[codec](), collective)
         reduced = [average(lgreco, rank, step) for step in range(6)]
         if rank == 0:
@@ -341,20 +344,20 @@ def test_the_shared_state_of_a_stranger_is_checked() -> None:
 
 @pytest.mark.parametrize("entry", [-1e30, 1e30, 0.0])
 def test_a_table_from_nowhere_breaks_nothing(entry: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = LGreco._measure
+    honest = LGreCo._measure
 
-    def measure(self: LGreco, layout: Any, *, contributes: bool) -> Tensor:
+    def measure(self: LGreCo, layout: Any, *, contributes: bool) -> Tensor:
         table = honest(self, layout, contributes=contributes)
         return torch.full_like(table, entry) if self.averaging._collective.peer_id == hostile else table
 
     hostile = LocalSwarm(3).collectives[2].peer_id
-    monkeypatch.setattr(LGreco, "_measure", measure)
+    monkeypatch.setattr(LGreCo, "_measure", measure)
     members = run("topk", members=3)
     assert len({lgreco.parameters for lgreco, _ in members}) == 1
 
 
 def test_sums_that_overflow_are_left_out_of_the_table() -> None:
-    def task(collective: LocalCollective, rank: int) -> LGreco:
+    def task(collective: LocalCollective, rank: int) -> LGreCo:
         lgreco = adaptive(QSGD(4, bucket=128), collective)
         for step in range(5):
             tensors = gradients(rank, step)
@@ -395,10 +398,10 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         ({"candidates": [0.1, 2.0]}, "density="),
     ):
         with pytest.raises(ValueError, match=complaint):
-            LGreco(averaging, **settings)
+            LGreCo(averaging, **settings)
     with pytest.raises(ValueError, match="no parameter"):
-        LGreco(CompressedAveraging(Casting("fp16"), collective))
-    lgreco = LGreco(averaging, names=["a"], period=1)
+        LGreCo(CompressedAveraging(Casting("fp16"), collective))
+    lgreco = LGreCo(averaging, names=["a"], period=1)
     with pytest.raises(ValueError, match="1 names for 5"):
         lgreco.begin(gradients(0, 0), round=RoundKey("gradients", 1), weight=1.0)
     with pytest.raises(ValueError, match="not of L-GreCo"):
@@ -424,7 +427,7 @@ def test_a_strategy_trains_and_resumes_with_it() -> None:
 
     def make(net: torch.nn.Module, collective: LocalCollective) -> AllReduce:
         averaging = CompressedAveraging(TopK(0.1), collective, error_feedback=True)
-        lgreco = LGreco(averaging, period=3, window=2)
+        lgreco = LGreCo(averaging, period=3, window=2)
         return AllReduce(adamw(list(net.parameters())), collective=collective, averaging=lgreco)
 
     def steps(net: torch.nn.Module, optimizer: AllReduce, rank: int, numbers: range) -> None:
@@ -442,7 +445,7 @@ def test_a_strategy_trains_and_resumes_with_it() -> None:
         optimizer = make(net, collective)
         optimizer.load_state_dict(state)
         steps(net, optimizer, rank, range(pause, 12))
-        assert isinstance(optimizer.averaging, LGreco)
+        assert isinstance(optimizer.averaging, LGreCo)
         return list(net.parameters()), optimizer.averaging.parameters
 
     (left, chosen), (right, also) = LocalSwarm(2).run(partial(task, pause=0))
@@ -456,29 +459,29 @@ def test_a_strategy_trains_and_resumes_with_it() -> None:
 
 def own_table(patch: pytest.MonkeyPatch) -> None:
     """Each member chooses from its own table, as rank 0 does in the paper's code, but without telling the others."""
-    honest = LGreco._measure
-    choose = LGreco._choose
+    honest = LGreCo._measure
+    choose = LGreCo._choose
 
-    def measure(self: LGreco, layout: Any, *, contributes: bool) -> Tensor:
+    def measure(self: LGreCo, layout: Any, *, contributes: bool) -> Tensor:
         self.own = honest(self, layout, contributes=contributes)  # type: ignore[attr-defined]
         return self.own  # type: ignore[attr-defined,no-any-return]
 
-    def wrong(self: LGreco, errors: Any, asked: Any) -> None:
+    def wrong(self: LGreCo, errors: Any, asked: Any) -> None:
         choose(self, self.own.double().numpy(), asked)  # type: ignore[attr-defined]
 
-    patch.setattr(LGreco, "_measure", measure)
-    patch.setattr(LGreco, "_choose", wrong)
+    patch.setattr(LGreCo, "_measure", measure)
+    patch.setattr(LGreCo, "_choose", wrong)
 
 
 def at_once(patch: pytest.MonkeyPatch) -> None:
     """The members choose before the round has closed, each by what it knows: the codec's own for some."""
-    choose = LGreco._choose
+    choose = LGreCo._choose
 
-    def wrong(self: LGreco, errors: Any, asked: Any) -> None:
+    def wrong(self: LGreCo, errors: Any, asked: Any) -> None:
         shift = int(self.averaging._collective.peer_id == LocalSwarm(3).collectives[0].peer_id)
         choose(self, np.roll(errors, shift, axis=0), asked)
 
-    patch.setattr(LGreco, "_choose", wrong)
+    patch.setattr(LGreCo, "_choose", wrong)
 
 
 @pytest.mark.parametrize("slip", [own_table, at_once])

@@ -19,7 +19,7 @@ from swarmkit.optim.compression import (
     CompressedAveraging,
     GatherCodec,
     Layout,
-    LGreco,
+    LGreCo,
     Route,
     TopK,
     make_codec,
@@ -426,7 +426,7 @@ def test_wires_differ_in_form_when_anything_differs_that_members_must_agree_on()
 def test_l_greco_chooses_for_slices_too_and_members_stay_equal() -> None:
     def task(collective: LocalCollective, rank: int) -> tuple[list[Reduced], dict[str, Any]]:
         averaging = CompressedAveraging(TopK(0.1, min_size=0), collective, error_feedback=True, route=Route.sharded)
-        lgreco = LGreco(averaging, period=2, window=2)
+        lgreco = LGreCo(averaging, period=2, window=2)
         found = []
         for index in range(5):
             tensors = [normal(40, 50, seed=10 * index + rank), normal(600, seed=10 * index + rank).exp()]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 LONG = ("strategies", "demo")
-HELPERS = ("allreduce_peers",)
+HELPERS = ("aims", "allreduce_peers")
 
 
 def names() -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from tests.bench import aims
 from tests.network.namespaces import Counters, Namespaces, namespaces, usual_congestion_control, why_not
 
 LABELS = {
@@ -186,16 +187,14 @@ def verdict(rows: list[Row]) -> list[str]:
         if row.engine != "swarm":
             continue
         what = f"{row.peers} peers, {row.megabytes:g} MB"
-        if row.share < SHARE:
-            short.append(f"{what}: {row.share:.0%} of the bound, not {SHARE:.0%}")
+        short += aims.at_least(f"{what}, share of the bound", row.share, SHARE)
         share = row.cpu_seconds / theirs.get((row.peers, row.megabytes), math.inf)
-        if share > CPU_SHARE:
-            short.append(f"{what}: {share:.0%} of hivemind's CPU seconds, not {CPU_SHARE:.0%}")
+        short += aims.at_most(f"{what}, share of hivemind's CPU seconds", share, CPU_SHARE)
     return short
 
 
 def main() -> None:
-    """Parse, measure, print a table and write JSON."""
+    """Parse, measure, print a table, and fail when an aim is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     numbers = lambda kind: lambda text: [kind(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--sizes", type=numbers(float), default=[16.0, 64.0], help="MB of float32")
@@ -205,8 +204,7 @@ def main() -> None:
     parser.add_argument("--congestion", help="TCP's congestion control; default: cubic, or reno where that is refused")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds after one warm-up")
     parser.add_argument("--engines", type=numbers(str), default=list(LABELS))
-    parser.add_argument("--json", type=Path, help="write rows here")
-    parser.add_argument("--check", action="store_true", help="fail when an aim is missed")
+    aims.add_options(parser)
     options = parser.parse_args()
     missing = why_not()
     if missing:
@@ -224,14 +222,7 @@ def main() -> None:
         "seconds": round(time.monotonic() - started, 1),
         "rows": [asdict(row) for row in rows],
     }
-    short = verdict(rows)
-    print("\n".join(short) or "all aims are met")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    else:
-        print(json.dumps(result))
-    if short and options.check:
-        raise SystemExit(1)
+    aims.conclude(verdict(rows), result, options)
 
 
 if __name__ == "__main__":

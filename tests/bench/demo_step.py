@@ -1,6 +1,6 @@
 """A DeMo step against the plain arithmetic of the reference, one after the other in one process.
 
-python -m tests.bench.demo_step [--sizes 10M 100M] [--json FILE]
+python -m tests.bench.demo_step [--sizes 10M 100M] [--json FILE] [--no-check]
 
 The plain form does for every tensor what the paper's code does: decay and add, encode by einsum, top-k, scatter,
 decode, subtract, scatter and average, decode, sign, step. All sides are multiples of the chunk's, so both cut tensors
@@ -9,11 +9,9 @@ order.
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +20,10 @@ from torch import Tensor
 from swarmkit.optim.dct import chunk_size, dct_basis
 from swarmkit.optim.demo import DeMo
 from swarmkit.peers.local import LocalSwarm
+from tests.bench import aims
 
 LR = 2**-10  # a power of two: whether it scales the momentum or the step then changes no bit
+FASTER, FLIPS = 4.0, 1e-5
 BETA, K, CHUNK = 0.999, 32, 64
 SIZES = {"10M": (320, 8, 256), "100M": (768, 12, 16384)}  # width, layers, vocabulary of a GPT
 
@@ -139,12 +139,23 @@ def measure(size: str, repeats: int) -> dict[str, Any]:
     }
 
 
+def missed(found: dict[str, Any]) -> list[str]:
+    """What falls short of the aims, for a size."""
+    size, bytes_per = found["size"], found["bytes_per_coefficient"]
+    return [
+        *aims.at_least(f"{size}, times faster than the plain form", found["ratio"], FASTER),
+        *aims.at_most(f"{size}, share of parameters that differ", found["flips"], FLIPS),
+        *aims.at_most(f"{size}, bytes per 1-bit coefficient", bytes_per["sign"], 1.7),
+        *aims.at_most(f"{size}, bytes per int8 coefficient", bytes_per["int8"], 3.0),
+    ]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    aims.add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = [measure(size, max(2, options.repeats)) for size in options.sizes]
@@ -156,8 +167,7 @@ def main() -> None:
             f"{found['flips']:.1e}; bytes per coefficient "
             + ", ".join(f"{name} {each:.3f}" for name, each in bytes_per.items())
         )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    aims.conclude([what for found in results for what in missed(found)], results, options)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@ python -m tests.bench.lgreco_solver [--json FILE]
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swarmkit.optim.compression.allocation import allocate, discretise, dynamic_programme
+from tests.bench import aims
 
 Floats = NDArray[np.float64]
+LIMITS_MS = {(200, 16): 10.0, (600, 30): 20.0}
+GAP = 0.01
 CASES = ((50, 8), (50, 16), (200, 16), (600, 30))
 
 
@@ -66,7 +67,7 @@ def measure(tensors: int, candidates: int, seeds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    aims.add_options(parser)
     options = parser.parse_args()
     measure(50, 8, 2)
     rows = [measure(*case, options.seeds) for case in CASES]
@@ -77,8 +78,13 @@ def main() -> None:
             f"{row['ms_warm']:6.2f} | {row['gap_worst']:8.3%} | {row['uniform_over_adaptive']:16.2f} | "
             f"{row['programme_ms']:22.0f}, {row['programme_excess']:.1%}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    missed = []
+    for row in rows:
+        case = int(row["tensors"]), int(row["candidates"])
+        if case in LIMITS_MS:
+            missed += aims.at_most(f"{case[0]} x {case[1]}, median", row["ms"], LIMITS_MS[case], " ms")
+            missed += aims.at_most(f"{case[0]} x {case[1]}, certified gap", row["gap_worst"], GAP)
+    aims.conclude(missed, rows, options)
 
 
 if __name__ == "__main__":

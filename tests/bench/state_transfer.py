@@ -1,6 +1,6 @@
 """State transfer on shaped links: share of the line rate, and seconds and bytes that a donor killed half-way costs.
 
-python -m tests.bench.state_transfer --megabytes 24,64 --rate 100 --check
+python -m tests.bench.state_transfer --megabytes 24,64 --rate 100
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from tests.bench import aims
 from tests.network.namespaces import Namespaces, namespaces, why_not
 
 SHARE = 0.85  # of the line's rate, at least
@@ -120,27 +121,25 @@ def verdict(rows: list[Row]) -> list[str]:
     plain = {(row.megabytes, row.donors): row for row in rows if not row.killed}
     for row in rows:
         what = f"{row.megabytes:g} MB, {row.donors} donors at a time"
-        if not row.killed and row.share < SHARE:
-            short.append(f"{what}: {row.share:.0%} of the line, not {SHARE:.0%}")
+        if not row.killed:
+            short += aims.at_least(f"{what}, share of the line", row.share, SHARE)
         if row.killed:
             cost = row.seconds - plain[row.megabytes, row.donors].seconds
-            if cost > KILL_S:
-                short.append(f"{what}: a killed donor cost {cost:.1f} s, not {KILL_S:g}")
-            if row.twice > CHUNK + 64 * row.megabytes * 4 + 16384:
-                short.append(f"{what}: {row.twice} bytes came twice, not a chunk and a manifest")
+            short += aims.at_most(f"{what}, a killed donor cost", cost, KILL_S, " s")
+            chunk_and_manifest = CHUNK + 64 * row.megabytes * 4 + 16384
+            short += aims.at_most(f"{what}, bytes that came twice", row.twice, chunk_and_manifest)
     return short
 
 
 def main() -> None:
-    """Parse, measure, print a table and write JSON."""
+    """Parse, measure, print a table, and fail when an aim is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     numbers = lambda kind: lambda text: [kind(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--megabytes", type=numbers(float), default=[24.0, 64.0])
     parser.add_argument("--donors", type=numbers(int), default=[1, 2], help="that send at a time")
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s each way")
     parser.add_argument("--delay", type=float, default=0.0, help="ms one way")
-    parser.add_argument("--json", type=Path, help="write rows here")
-    parser.add_argument("--check", action="store_true", help="fail when an aim is missed")
+    aims.add_options(parser)
     options = parser.parse_args()
     missing = why_not()
     if missing:
@@ -162,14 +161,7 @@ def main() -> None:
         "seconds": round(time.monotonic() - started, 1),
         "rows": [asdict(row) for row in rows],
     }
-    short = verdict(rows)
-    print("\n".join(short) or "all aims are met")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    else:
-        print(json.dumps(result))
-    if short and options.check:
-        raise SystemExit(1)
+    aims.conclude(verdict(rows), result, options)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python -m tests.bench.strategies [--methods diloco eager] [--codecs none int4] [--steps 300] [--json FILE]
 
-With --json, rows that the file already holds are not measured again.
+With --json, rows that the file already holds are not measured again. Aims are judged where the rows they compare are.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from swarmkit.compose import load_config
 from swarmkit.config import Config
 from swarmkit.optim import Collective
 from swarmkit.peers.local import LocalSwarm
+from tests.bench import aims
 
 BASE = [
     "steps=150", "peers=4", "batch_size=4", "threads=1", "device=cpu",
@@ -97,8 +98,43 @@ def train(config: Config) -> dict[str, Any]:
         "bytes_per_step": sum(total.sent for total in totals) / config.peers / config.steps,
         "rounds": totals[0].rounds,
         "parameters": ends[0][2],
+        "peers": config.peers,
         "seconds": time.perf_counter() - started,
     }
+
+
+def missed(rows: list[dict[str, Any]], seed: int) -> list[str]:
+    """What falls short of the aims that the rows of a seed can tell of."""
+    of = {(row["method"], row["codec"]): row for row in rows if row["seed"] == seed}
+    every_step, streaming = of.get(("allreduce", "none")), of.get(("streaming", "none"))
+    found = []
+
+    def beyond(method: str, codec: str, base: dict[str, Any] | None, *, share: float = 0.0, most: float = 0.0) -> None:
+        row = of.get((method, codec))
+        if row and base:
+            limit = (1 + share) * base["loss"] + most
+            label = f"{method} with {codec}, seed {seed}, loss beside {base['method']} with {base['codec']}"
+            found.extend(aims.at_most(label, row["loss"], limit))
+
+    def fewer(method: str, codec: str, base: dict[str, Any] | None, least: float) -> None:
+        row = of.get((method, codec))
+        if row and base and row.get("peers") == 2:  # among more, payloads that cannot be summed travel more often
+            label = f"{method} with {codec}, seed {seed}, times fewer bytes than {base['method']} with {base['codec']}"
+            found.extend(aims.at_least(label, base["bytes_per_step"] / row["bytes_per_step"], least))
+
+    beyond("demo", "none", every_step, share=0.01)
+    if (demo := of.get(("demo", "none"))) and demo.get("peers", 1) > 1:
+        payload = demo["bytes_per_step"] / (demo["peers"] - 1)
+        label = f"demo, seed {seed}, times that a payload is smaller than the gradients"
+        found += aims.at_least(label, 4 * demo["parameters"] / payload, 150.0)
+    beyond("co2", "none", of.get(("local_sgd", "none")), share=0.03)
+    beyond("eager", "none", of.get(("diloco", "none")), most=0.12)
+    beyond("streaming", "fp4", streaming, most=0.01)
+    fewer("streaming", "fp4", streaming, 7.5)
+    beyond("streaming", "fp4", every_step, most=0.06)
+    fewer("streaming", "fp4", every_step, 95.0)
+    beyond("allreduce", "topk lgreco", of.get(("allreduce", "topk")))
+    return found
 
 
 def main() -> None:
@@ -109,11 +145,12 @@ def main() -> None:
         "--codecs", nargs="+", choices=CODECS, default=["none", "int8", "int4", "topk", "powersgd", "topk lgreco"]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--json", type=Path, help="keep rows here, and skip those that are there")
+    aims.add_options(parser)
     parser.add_argument("overrides", nargs="*", help="settings for all runs, as steps=300")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    printed: list[dict[str, Any]] = []
     print(f"{'strategy':<15}{'codec':<13}{'seed':>5}{'loss':>9}{'bytes/step':>12}{'B/param':>9}{'s':>7}")
     for method, codec, seed in itertools.product(options.methods, options.codecs, options.seeds):
         if method == "demo" and codec != "none":
@@ -131,6 +168,8 @@ def main() -> None:
             f"{row['bytes_per_step'] / row['parameters']:>9.4f}{row['seconds']:>7.1f}",
             flush=True,
         )
+        printed.append(row)
+    aims.conclude([what for seed in options.seeds for what in missed(printed, seed)], rows, options)
 
 
 if __name__ == "__main__":

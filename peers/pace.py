@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 from swarmkit.peers.errors import PeerUnreachable, ProtocolError
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 REPORT_S = 0.1  # between two reports of a peer; the end of a window is told at once
 MAX_STEPS = 1 << 53
 MAX_WINDOW = 1 << 31
+MEMORY = 64  # windows: more than the rounds that can be in flight at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._latest: dict[str, Progress] = {}
+        self._filled: deque[tuple[int, int]] = deque(maxlen=MEMORY)  # start and due of windows that are full
 
     def note(self, peer_id: str, progress: Progress) -> None:
         """Take a replica's newest word."""
@@ -54,13 +57,17 @@ class Tally:
 
         A replica counts for at most what fills the window alone, whatever it says. When more than half of the replicas
         have begun a later window, the round of this one is over, and who still fills it had better come and hear so.
+        A window that was full stays full: those who went on while its round is in flight count in the next one.
         """
         self._latest = {peer: known for peer, known in self._latest.items() if peer in active}
         known = list(self._latest.values())
-        if 2 * sum(other.start > progress.start for other in known) > len(active):
+        window = (progress.start, progress.due)
+        if window in self._filled or 2 * sum(other.start > progress.start for other in known) > len(active):
             return progress.due
         full = (progress.due - progress.start) * max(1, len(active))
         total = sum(min(other.done, full) for other in known if other.start == progress.start)
+        if total >= full:
+            self._filled.append(window)
         return progress.start + min(total, full) // max(1, len(active))
 
 

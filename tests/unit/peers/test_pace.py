@@ -60,6 +60,15 @@ def test_a_replica_that_most_have_left_behind_is_told_to_come() -> None:
     assert found.step(Progress(100, 5, 110), PEERS) == 110
 
 
+def test_a_window_that_was_full_stays_full_for_who_comes_after_the_others_have_gone_on() -> None:
+    found = tally({"a": 6, "b": 2}, due=104)
+    assert found.step(Progress(100, 6, 104), ["a", "b"]) == 104
+    found.note("a", Progress(104, 1, 108))
+    assert found.step(Progress(100, 3, 104), ["a", "b"]) == 104
+    assert found.step(Progress(104, 1, 108), ["a", "b"]) == 104, "its next window is not full"
+    assert found.step(Progress(100, 3, 106), ["a", "b"]) == 101, "nor is one with the same start and a later end"
+
+
 @pytest.mark.parametrize(
     "message",
     [

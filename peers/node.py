@@ -39,6 +39,7 @@ from swarmkit.peers.pace import SwarmPace
 from swarmkit.peers.peer_cache import PeerCache, Remembered
 from swarmkit.peers.preflight import check_address
 from swarmkit.peers.records import Guard
+from swarmkit.peers.reunion import Reunion
 from swarmkit.peers.revoking import Revoking
 from swarmkit.peers.roster import PURPOSE as HEARTBEAT
 from swarmkit.peers.roster import PeerRecord, Roster, peers_key
@@ -171,6 +172,7 @@ class Node:
         if self._role != "observer":
             await self._roster.beat()
         self._tasks = [asyncio.ensure_future(self._roster.run()), asyncio.ensure_future(self._watch_p2pd())]
+        self._tasks.append(asyncio.ensure_future(Reunion(self._dht, self._roster, self.settings).run()))
         if self._cache is not None:
             self._tasks.append(asyncio.ensure_future(self._remember(self._cache, initial_peers)))
         if access.is_closed:

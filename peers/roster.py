@@ -26,6 +26,7 @@ TCP_ADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<po
 MAX_AHEAD_S = 300.0  # of a peer's clock before this one's
 MAX_BEHIND_S = 60.0  # beyond a record's lifetime: then it is a replay
 MAX_REMEMBERED = 10_000  # peers of whose newest record the time is kept, so that an older one is never taken again
+MAX_LOST = 64  # peers that fell silent and are looked for
 PURPOSE = "heartbeat"
 LEAVING_STATES = frozenset({"draining", "done", "gone"})
 # States in which a replica takes part in rounds and is waited for.
@@ -72,6 +73,12 @@ class PeerRecord:
         return self.role == "replica" and self.state in ACTIVE_STATES
 
 
+def _direct(record: PeerRecord | None) -> tuple[str, int] | None:
+    """Host and port of a peer that others dial themselves, not through a relay."""
+    found = TCP_ADDRESS.match(record.address) if record is not None else None
+    return None if found is None or "/p2p-circuit" in found.string else (found["host"], int(found["port"]))
+
+
 def peers_key(run: str) -> str:
     """Where a run's heartbeats lie on the DHT."""
     return f"{run}.peers"
@@ -114,6 +121,7 @@ class Roster:
         self._heard: dict[str, float] = {}  # peer id -> monotonic time of its last sign of life
         self._unanswered: dict[str, float] = {}  # peer id -> monotonic time of the first ping since then
         self._refusals: dict[str, int] = {}  # times in a row that its port was closed
+        self.lost: OrderedDict[str, PeerRecord] = OrderedDict()  # whose records expired without a good-bye
         rpc.handle("ping", self._on_ping, onlookers=True)
         rpc.handle("beat", self._on_beat, onlookers=True)
         self._access.on_revoked.append(self._drop_revoked)
@@ -175,6 +183,7 @@ class Roster:
             self._sealed[peer_id] = data
             self._newest[peer_id] = record.updated_at
             self._newest.move_to_end(peer_id)
+            self.lost.pop(peer_id, None)
             while len(self._newest) > MAX_REMEMBERED:
                 self._newest.popitem(last=False)
             self._arrived[peer_id] = time.monotonic()
@@ -199,6 +208,7 @@ class Roster:
             try:
                 self._access.check_known(peer_id)
             except AccessRefused:
+                self.lost.pop(peer_id, None)
                 self._forget(peer_id)
                 for callback in self.on_leave:
                     callback(peer_id)
@@ -212,7 +222,12 @@ class Roster:
         """Drop who has not beaten for a lifetime, by this peer's own clock: clocks of peers may disagree."""
         limit = time.monotonic() - self._lifetime
         for peer_id in [peer for peer, arrived in self._arrived.items() if arrived < limit]:
+            record = self._table.get(peer_id)
+            if record is not None and record.state not in LEAVING_STATES and peer_id != self.mine.peer_id:
+                self.lost[peer_id] = record
             self._forget(peer_id)
+        while len(self.lost) > MAX_LOST:
+            self.lost.popitem(last=False)
 
     def _forget(self, peer_id: str) -> None:
         self._table.pop(peer_id, None)
@@ -236,13 +251,33 @@ class Roster:
         except (PeerUnreachable, ProtocolError):
             return  # the DHT tells it later
 
+    async def greet(self, peer_id: str) -> None:
+        """Tell a peer of this one and hear of it, without the DHT; raises PeerUnreachable, ProtocolError."""
+        answer = await self._rpc.call(peer_id, "beat", {"record": self._seal_mine()}, timeout=2.0)
+        if "record" in answer:
+            self._accept(peer_id, field(answer, "record", bytes))
+
+    async def may_be_back(self, peer_id: str) -> bool:
+        """False while nothing can be reached where a lost peer was; one whose port is closed has ended: it is dropped.
+
+        libp2p would refuse to dial for longer and longer after each attempt that failed.
+        """
+        record = self.lost.get(peer_id)
+        found = _direct(record)
+        if found is None:
+            return record is not None
+        answer = await self._knock(*found)
+        if answer is ConnectionRefusedError:
+            self.lost.pop(peer_id, None)
+        return answer is None
+
     async def _on_beat(self, caller: str, message: Message) -> Message:
         self._accept(caller, field(message, "record", bytes))
         record = self._table.get(caller)
         if record is not None and not record.is_active:
             for callback in self.on_leave:
                 callback(caller)
-        return {}
+        return {} if self.mine.role == "observer" else {"record": self._seal_mine()}
 
     # -- who is there --------------------------------------------------------------------------------------------------
 
@@ -324,19 +359,18 @@ class Roster:
 
     async def _has_closed_port(self, peer_id: str) -> bool:
         """True when a peer's machine says that nothing listens where the peer did: its process has ended."""
-        record = self._table.get(peer_id)
-        found = TCP_ADDRESS.match(record.address) if record is not None else None
-        if found is None or "/p2p-circuit" in found.string:
-            return False
+        found = _direct(self._table.get(peer_id))
+        return found is not None and await self._knock(*found) is ConnectionRefusedError
+
+    async def _knock(self, host: str, port: int) -> type[Exception] | None:
+        """Open a TCP connection; the kind of error that came of it, or None."""
         try:
             async with asyncio.timeout(self._settings.silence_s / 4):
-                _, writer = await asyncio.open_connection(found["host"], int(found["port"]))
-        except ConnectionRefusedError:
-            return True
-        except (OSError, TimeoutError, OverflowError):
-            return False
+                _, writer = await asyncio.open_connection(host, port)
+        except (OSError, TimeoutError, OverflowError) as error:
+            return type(error)
         writer.close()
-        return False
+        return None
 
     def silent(self) -> set[str]:
         """Replicas that took part in rounds and are not heard any more, though nobody has seen them end."""

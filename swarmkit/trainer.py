@@ -218,6 +218,9 @@ class Trainer:
                 self._divergence.compare()
             if self.optimizer.needs_state:
                 self.join()
+                if not self.stop.is_set():
+                    # The others still have "downloading" in their tables, and rounds do not wait for that.
+                    self._around.change_state("training")
                 continue
             self.step()
 

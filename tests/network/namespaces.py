@@ -83,6 +83,19 @@ class Namespaces:
         self._processes.append(process)
         return process
 
+    @property
+    def names(self) -> list[str]:
+        """Of the namespaces, one for each host."""
+        return list(self._names)
+
+    def cut(self, index: int) -> None:
+        """Pull a host's plug: nothing goes in or out, and no connection is told."""
+        _ip("-n", self._switch, "link", "set", f"port{index}", "nomaster")
+
+    def mend(self, index: int) -> None:
+        """Undo `cut`."""
+        _ip("-n", self._switch, "link", "set", f"port{index}", "master", "bridge")
+
     def counters(self, index: int) -> Counters:
         """What crossed a namespace's link so far."""
         [link] = json.loads(_ip("-n", self._names[index], "-s", "-j", "link", "show", "eth0"))

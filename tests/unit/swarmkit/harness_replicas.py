@@ -45,10 +45,15 @@ class Donor(Surroundings):
     def __init__(self, fetch: Callable[[], tuple[dict[str, Tensor], Mapping[str, Any]]]) -> None:
         self._fetch = fetch
         self.fetched = 0
+        self.said: list[str] = []  # states that the others were told
 
     def fetch_state(self) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         self.fetched += 1
+        self.said.append("downloading")
         return self._fetch()
+
+    def change_state(self, state: str) -> None:
+        self.said.append(state)
 
 
 STRATEGIES: dict[str, StrategyConfig] = {

@@ -253,6 +253,8 @@ def test_a_peer_that_missed_a_round_fetches_the_state_and_agrees_again(tmp_path:
     assert any(event["missed"] for event in recorder.of("round"))
     assert outcomes[0].digest == outcomes[1].digest
     assert outcomes[1].finished
+    # Rounds wait for it again: they do not for one that downloads.
+    assert donor.said[:2] == ["downloading", "training"]
 
 
 def test_a_peer_that_cannot_get_the_state_gives_up_after_bounded_attempts(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Flight: a round that has begun and whose result training does not wait for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,17 +23,20 @@ class Flight:
     samples: float  # behind the offer: given back when the round fails
     steps: int
     pending: Pending | None = None  # None: not begun since this process started
-    exposed: float = 0.0  # seconds that training stood still for it
+    encoding: float = 0.0  # seconds that training stood still until it had begun
+    exposed: float = 0.0  # seconds that training stood still for it since
     report: RoundReport | None = None  # None: its result is not in the anchor yet
     applied: bool = False
     buffers: list[Tensor] = field(default_factory=list)  # mean buffers, until they are adopted
 
-    def begin(self, averaging: Averaging) -> None:
+    def begin(self, averaging: Averaging, clock: Callable[[], float]) -> None:
         """Offer to the round, unless that was done; after a restart the same once more, under the same key."""
         if self.pending is None and self.report is None:
+            started = clock()
             self.pending = averaging.begin(
                 self.offer.tensors, self.offer.exact, round=self.key, weight=self.offer.weight
             )
+            self.encoding += clock() - started
 
     def state(self) -> dict[str, Any]:
         """All of it but the network's part."""

@@ -1,6 +1,5 @@
 """FlyingOptimizer: how a fragment's round begins, ends and reaches the anchor and then the parameters."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ class FlyingOptimizer(FragmentedOptimizer):
     _delay: int | None  # inner steps from launch to landing; None: until the fragment's next launch
     _mixing: float
     _lead: Lead
-    _clock: Callable[[], float]
 
     # -- what a strategy defines -------------------------------------------------------------------------------------
 
@@ -64,7 +62,7 @@ class FlyingOptimizer(FragmentedOptimizer):
             fragment.samples, fragment.steps, fragment.kept, fragment.observes = 0.0, 0, [], False
             fragment.synced_step = self.step_count
             self._count_round()
-        fragment.flight.begin(fragment.averaging)
+        fragment.flight.begin(fragment.averaging, self._clock)
         return fragment.flight
 
     def _count_round(self) -> None:
@@ -90,7 +88,7 @@ class FlyingOptimizer(FragmentedOptimizer):
         assert flight is not None
         if flight.report is not None:
             return
-        flight.begin(fragment.averaging)
+        flight.begin(fragment.averaging, self._clock)
         assert flight.pending is not None
         started = self._clock()
         report = RoundReport(round=flight.key.index, step=flight.step, window=flight.window, weight=flight.offer.weight)
@@ -145,12 +143,12 @@ class FlyingOptimizer(FragmentedOptimizer):
                     torch._foreach_copy_(self._buffers, flight.buffers)
                 if self._delay is not None:
                     self._mix(fragment)
-        exposed = min(flight.exposed, flight.report.seconds) if self._delay != 0 else flight.report.seconds
+        waited = min(flight.exposed, flight.report.seconds) if self._delay != 0 else flight.report.seconds
         report = replace(
             flight.report,
             step=self.step_count,
-            exposed=exposed,
-            overlap=1 - exposed / flight.report.seconds if flight.report.seconds > 0 else 0.0,
+            exposed=flight.encoding + waited,
+            overlap=1 - waited / flight.report.seconds if flight.report.seconds > 0 else 0.0,
         )
         self._tell_of(fragment, report)
         return report

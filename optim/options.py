@@ -25,6 +25,7 @@ class EveryStep(TypedDict, total=False):
     names: Mapping[Tensor, str] | None
     buffers: Sequence[Tensor]
     offload: torch.device | str | None
+    clock: Clock
 
 
 class Coded(EveryStep, total=False):
@@ -45,7 +46,6 @@ class Overlapping(Windows, total=False):
     """What a strategy takes whose rounds may fly while training goes on."""
 
     averaging_for: Callable[[int], Averaging] | None
-    clock: Clock
 
 
 class Fragments(Overlapping, total=False):

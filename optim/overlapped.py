@@ -1,6 +1,5 @@
 """OverlappedOptimizer: rounds of pseudo-gradients that fly while training goes on, of a whole model or of fragments."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -48,7 +47,6 @@ class OverlappedOptimizer(FlyingOptimizer):
         fragment_by: FragmentBy = "strided",
         staggered: bool = True,
         averaging_for: Callable[[int], Averaging] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
         **options: Unpack[Windows],
     ) -> None:
         """Wrap `inner`; see the strategies for what the options mean, and SyncedOptimizer for the others."""
@@ -77,7 +75,6 @@ class OverlappedOptimizer(FlyingOptimizer):
         self._count, self._by, self._staggered = fragments, fragment_by, staggered
         self._averaging_for = averaging_for
         self._made: dict[int, Averaging] = {}
-        self._clock = clock
         super().__init__(inner, **options)
 
     # -- fragments ---------------------------------------------------------------------------------------------------
@@ -112,7 +109,7 @@ class OverlappedOptimizer(FlyingOptimizer):
         """Take one inner step; rounds begin, and their results are adopted, when that is due."""
         for fragment in self._flying():  # those of a state that was loaded
             assert fragment.flight is not None
-            fragment.flight.begin(fragment.averaging)
+            fragment.flight.begin(fragment.averaging, self._clock)
         return super().step(closure)
 
     def _meet_if_due(self) -> None:

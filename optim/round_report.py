@@ -21,7 +21,7 @@ class RoundReport:
     seconds: float = 0.0  # how long the round took
     waited: float = 0.0  # of these, until the slowest member had come
     route: str = ""  # how a codec's payloads travelled: "gather", "sharded" or "fp16"
-    exposed: float = 0.0  # seconds that training stood still for it
+    exposed: float = 0.0  # seconds that training stood still for it, encoding included
     overlap: float = 0.0  # share of the round hidden behind computation
     pseudo_gradient_norm: float = 0.0  # L2 norm of the averaged update
     staleness_penalty: float = 1.0  # what the update was divided by because it came late

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -76,6 +77,7 @@ class SyncedOptimizer(StatefulOptimizer):
         names: Mapping[Tensor, str] | None = None,
         buffers: Sequence[Tensor] = (),
         offload: torch.device | str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wrap `inner`.
 
@@ -85,8 +87,9 @@ class SyncedOptimizer(StatefulOptimizer):
         itself. `names` maps parameters to
         the names that snapshots and error messages use (see `parameter_names`); `buffers` are floating-point tensors,
         like BatchNorm statistics, that each round averages as they are; `offload` names the device that holds the
-        anchor and the outer state.
+        anchor and the outer state, and `clock` tells the seconds for reports.
         """
+        self._clock = clock
         if compression is not None:
             if averaging is not None:
                 raise ValueError("compression: give a codec, or an averaging that has one, not both")
@@ -264,7 +267,10 @@ class SyncedOptimizer(StatefulOptimizer):
         try:
             lineage = self._begun_lineage()
             key = RoundKey(self.round_name, self.round, lineage, self.digests.of(lineage))
-            reduced = self.averaging.begin(offer.tensors, offer.exact, round=key, weight=offer.weight).result()
+            started = self._clock()
+            pending = self.averaging.begin(offer.tensors, offer.exact, round=key, weight=offer.weight)
+            report = replace(report, exposed=self._clock() - started)  # the codec's share, before the round
+            reduced = pending.result()
         except RoundFailed as error:
             with self._lock:
                 self._on_failure(offer)
@@ -330,7 +336,9 @@ class SyncedOptimizer(StatefulOptimizer):
             # Under the same lock as the new anchor: a snapshot must not pair it with the old round's number.
             self.lineage = next_lineage(self.lineage, key, reduced.id)
             self._close_window()
-        return report.closed(reduced, exposed=reduced.seconds, pseudo_gradient_norm=norm, failed=offer.trouble)
+        return report.closed(
+            reduced, exposed=report.exposed + reduced.seconds, pseudo_gradient_norm=norm, failed=offer.trouble
+        )
 
     def _on_failure(self, offer: Offer) -> None:
         """Keep what a failed round did not take; parameters that drift on need nothing."""

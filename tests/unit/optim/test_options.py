@@ -26,7 +26,7 @@ from swarmkit.optim import (
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from tests.unit.optim.replicas import Net, adamw, same, sgd, train, trained
 
-EVERY_STEP = {"inner", "collective", "names", "buffers", "offload"}
+EVERY_STEP = {"inner", "collective", "names", "buffers", "offload", "clock"}
 CODED = EVERY_STEP | {"averaging", "compression"}
 WINDOWS = CODED | {"sync", "pace"}
 OPTIONS: dict[type[SyncedOptimizer], set[str]] = {
@@ -34,10 +34,8 @@ OPTIONS: dict[type[SyncedOptimizer], set[str]] = {
     LocalSGD: WINDOWS,
     DiLoCo: WINDOWS
     | {"outer_lr", "outer_momentum", "nesterov", "eager", "overlap_steps", "mixing"}
-    | {"fragments", "fragment_by", "staggered", "averaging_for", "clock"},
-    CO2: WINDOWS
-    | {"outer_lr", "outer_momentum", "penalty", "clip", "overlap", "keep_local"}
-    | {"averaging_for", "clock"},
+    | {"fragments", "fragment_by", "staggered", "averaging_for"},
+    CO2: WINDOWS | {"outer_lr", "outer_momentum", "penalty", "clip", "overlap", "keep_local"} | {"averaging_for"},
     DeMo: EVERY_STEP
     | {"sync", "k", "chunk", "beta", "alpha", "precondition", "values", "sign", "normalise", "average"},
 }

@@ -1,6 +1,8 @@
 """Rounds in flight: what they hide, what they survive, and what all members share meanwhile."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -8,13 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from swarmkit.optim import DiLoCo, Every, RoundReport, SyncedOptimizer
+from swarmkit.optim import CO2, AllReduce, DiLoCo, Every, LocalSGD, Pending, RoundKey, RoundReport, SyncedOptimizer
 from swarmkit.optim.overlapped import OverlappedOptimizer
 from swarmkit.optim.snapshot import digest_tensors
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from tests.unit.optim.flying import ALL, EAGER, everyone, hidden, of, same_as_anchor
 from tests.unit.optim.replicas import Make, Net, batch, loss_of, same, sgd, train, trained
+from tests.unit.optim.rounding import Rounding
 from tests.unit.optim.simulated import Clock, SimulatedCollective
 
 # -- what is hidden ----------------------------------------------------------------------------------------------------
@@ -51,6 +55,50 @@ def test_blocking_rounds_as_slow_as_a_window_take_half_of_the_time() -> None:
     share, reports = utilisation(ALL["blocking"], seconds=4.0)
     assert share == pytest.approx(0.5)
     assert {(report.overlap, report.exposed) for report in reports} == {(0.0, 4.0)}
+
+
+@dataclass
+class Slow(Rounding):
+    """A codec that takes a quarter of a second to encode."""
+
+    clock: Clock = field(default_factory=Clock)
+
+    def begin(
+        self, tensors: Sequence[Tensor], exact: Sequence[Tensor] = (), *, round: RoundKey, weight: float
+    ) -> Pending:
+        self.clock.now += 0.25
+        return super().begin(tensors, exact, round=round, weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "waited"),
+    [
+        (LocalSGD, {}, 4.0),
+        (AllReduce, {}, 4.0),
+        (DiLoCo, {}, 4.0),
+        (DiLoCo, {"eager": True}, 0.0),
+        (DiLoCo, {"overlap_steps": 1}, 3.0),
+        (CO2, {}, 0.0),
+    ],
+)
+def test_encoding_is_told_as_time_that_training_stood_still(kind: Any, options: dict[str, Any], waited: float) -> None:
+    clock = Clock()
+    collective = SimulatedCollective(clock, 4.0)
+    averaging = Slow(collective, clock=clock)
+    window = {} if kind is AllReduce else {"sync": Every(4)}
+    net = Net()
+    optimizer = kind(
+        sgd(list(net.parameters())), collective=collective, averaging=averaging, clock=clock, **window, **options
+    )
+    reports: list[RoundReport] = []
+    optimizer.on_round.append(reports.append)
+    for step in range(24):
+        loss_of(net, 0, step).backward()
+        clock.now += 1
+        optimizer.step()
+    inner = reports[1:]  # the first may be waited for
+    assert len(inner) >= 4
+    assert {(report.exposed, report.overlap) for report in inner} == {(0.25 + waited, 1 - waited / 4)}
 
 
 @hidden

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Generator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,15 +67,21 @@ class RandomK:
         """One position in each stratum, int64, and the stratum's size."""
         densities = chosen(parameters, self.parameter or 0.0, layout)
         counts = [kept(n, check_density(d)) for n, d in zip(layout.sizes, densities, strict=True)]
+        start, sizes = _strata(layout.offsets, layout.sizes, tuple(counts))
         # Drawn where the generator lives, which is the CPU on all members: another device draws other numbers.
-        starts, ends = [], []
-        for offset, size, count in zip(layout.offsets, layout.sizes, counts, strict=False):
-            edges = torch.arange(count + 1, dtype=torch.int64) * size // max(count, 1) + offset
-            starts.append(edges[:-1])
-            ends.append(edges[1:])
-        start = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)
-        sizes = (torch.cat(ends) if ends else start) - start
         drawn = torch.rand(start.shape, generator=generator, dtype=torch.float64)
         # A product may be rounded up to the size itself.
         positions = start + torch.minimum((drawn * sizes).long(), sizes - 1)
         return positions.to(layout.device), sizes.to(layout.device, torch.float32)
+
+
+@lru_cache(maxsize=8)
+def _strata(offsets: tuple[int, ...], sizes: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Where each stratum starts and how long it is, on the CPU: the same in every round of the same tensors."""
+    starts, ends = [], []
+    for offset, size, count in zip(offsets, sizes, counts, strict=False):
+        edges = torch.arange(count + 1, dtype=torch.int64) * size // max(count, 1) + offset
+        starts.append(edges[:-1])
+        ends.append(edges[1:])
+    start = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)
+    return start, (torch.cat(ends) if ends else start) - start

@@ -162,6 +162,29 @@ def test_measured_errors_are_those_of_what_comes_out(name: str) -> None:
         assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(error, rel=slack)
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e15])
+@pytest.mark.parametrize("shape", [(96, 200), (200, 96), (130, 12, 12)])
+@pytest.mark.parametrize("rank", [0, 3, 20])
+def test_errors_of_low_ranks_are_measured_without_all_singular_values(
+    rank: int, shape: tuple[int, ...], scale: float
+) -> None:
+    rows, columns = shape[0], math.prod(shape[1:])
+    tensor = 0.1 * normal(rows, columns) + normal(rows, rank, seed=1) @ normal(rank, columns, seed=2)
+    codec = make_codec("powersgd")
+    found = codec.errors((scale * tensor).view(shape), codec.candidates)
+    values = torch.linalg.svdvals(tensor.double())
+    best = torch.stack([values[int(candidate) :].norm() for candidate in codec.candidates])
+    ratios = found / scale / best
+    assert 0.999 <= float(ratios.min()) <= float(ratios.max()) <= 1.04
+
+
+def test_errors_of_a_matrix_whose_rank_is_reached_are_next_to_nothing() -> None:
+    tensor = normal(200, 3, seed=1) @ normal(3, 200, seed=2)
+    left = make_codec("powersgd").errors(tensor, [2, 3, 8]) / tensor.norm()
+    assert left[0] > 0.1
+    assert float(left[1:].max()) < 2e-3
+
+
 def test_errors_of_a_codec_without_a_parameter_are_none() -> None:
     for name in ("fp16", "bf16", "int8", "int4", "fp4", "ternary"):
         codec = make_codec(name)

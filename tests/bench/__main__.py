@@ -1,11 +1,11 @@
-"""Benchmarks: python -m tests.bench [NAME [OPTIONS]]; without a name all but the long ones (strategies, demo)."""
+"""Benchmarks: python -m tests.bench [NAME [OPTIONS]]; without a name all but the long ones (strategies, demo, soak)."""
 
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-LONG = ("strategies", "demo")
+LONG = ("strategies", "demo", "soak")
 HELPERS = ("aims", "allreduce_peers")
 
 

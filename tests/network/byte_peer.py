@@ -1,4 +1,4 @@
-"""A replica that trains a small model with one strategy and says what its rounds sent; run by test_bytes.py."""
+"""A replica that trains a small model with strategies in turn and says what its rounds sent; run by test_bytes.py."""
 
 import json
 import sys
@@ -14,8 +14,13 @@ STEPS = 64
 
 
 def main() -> None:
-    """Arguments: host, strategy, and for all but the first peer the first one's address."""
-    host, strategy, *addresses = sys.argv[1:]
+    """Arguments: host, strategies. For each of these a line comes in with the address of a peer that is up, if any."""
+    host, *strategies = sys.argv[1:]
+    for strategy in strategies:
+        replica(host, strategy, sys.stdin.readline().split())
+
+
+def replica(host: str, strategy: str, addresses: list[str]) -> None:
     node = Node.start("bytes", initial_peers=addresses, settings=NetworkSettings(host=host))
     print(node.addresses[0], flush=True)
     try:

@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 
-from .namespaces import namespaces, why_not
+from .namespaces import Namespaces, namespaces, why_not
 
 pytestmark = [
     pytest.mark.network,
@@ -27,7 +27,7 @@ class Sent:
     wire: int
 
 
-def train(strategy: str) -> Sent:
+def train(*strategies: str) -> list[Sent]:
     options = {
         "stdin": subprocess.PIPE,
         "stdout": subprocess.PIPE,
@@ -36,18 +36,25 @@ def train(strategy: str) -> Sent:
     }
     with namespaces(2, 200) as made:
         command = [sys.executable, "-m", "tests.network.byte_peer"]
-        first = made.popen(0, [*command, made.addresses[0], strategy], **options)
-        address = line(first.stdout)
-        second = made.popen(1, [*command, made.addresses[1], strategy, address], **options)
-        line(second.stdout)
-        before = made.counters(0)
-        for peer in (first, second):
-            say(peer.stdin)
-        counted = [json.loads(line(peer.stdout)) for peer in (first, second)]
-        after = made.counters(0)
-        for peer in (first, second):
-            say(peer.stdin)
+        peers = [made.popen(rank, [*command, made.addresses[rank], *strategies], **options) for rank in range(2)]
+        sent = [measure(made, *peers) for _ in strategies]
+        for peer in peers:
             assert peer.wait(30) == 0
+    return sent
+
+
+def measure(made: Namespaces, first: "subprocess.Popen[str]", second: "subprocess.Popen[str]") -> Sent:
+    """Have two peers train with their next strategy."""
+    say(first.stdin)
+    say(second.stdin, line(first.stdout))
+    line(second.stdout)
+    before = made.counters(0)
+    for peer in (first, second):
+        say(peer.stdin)
+    counted = [json.loads(line(peer.stdout)) for peer in (first, second)]
+    after = made.counters(0)
+    for peer in (first, second):
+        say(peer.stdin)
     return Sent(counted[0]["sent"], after.sent - before.sent)
 
 
@@ -56,14 +63,14 @@ def line(stream: IO[str] | None) -> str:
     return stream.readline().strip()
 
 
-def say(stream: IO[str] | None) -> None:
+def say(stream: IO[str] | None, text: str = "") -> None:
     assert stream is not None
-    stream.write("\n")
+    stream.write(f"{text}\n")
     stream.flush()
 
 
 def test_local_sgd_sends_a_thirty_second_of_what_every_step_averaging_sends() -> None:
-    every_step, local_sgd = train("allreduce"), train("local_sgd")
+    every_step, local_sgd = train("allreduce", "local_sgd")
     assert local_sgd.counted == pytest.approx(every_step.counted / 32, rel=0.05)
     # TLS, HTTP/2, TCP and IP headers, acknowledgements, rounds' control calls and heartbeats come on top.
     assert every_step.counted < every_step.wire < 1.15 * every_step.counted

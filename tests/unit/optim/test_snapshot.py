@@ -211,7 +211,7 @@ def test_snapshots_from_another_thread_pair_each_anchor_with_its_own_round(make:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    train(net, optimizer, 0, range(120))
+    train(net, optimizer, 0, range(40))
     done.set()
     watcher.join(30)
     assert seen

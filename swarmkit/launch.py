@@ -67,7 +67,7 @@ class LocalRun:
             check_fit(self._plan.paths[0], config)
         self.folder = make_run_folder(config)
         self._sockets = make_socket_folder()
-        grace_s = max(1.0, config.launch.grace_s - 5.0)
+        grace_s = max(1.0, config.launch.grace_s - KILL_S)
         self._children = Children(PRELOAD, cleanup=[self._sockets], threads=config.threads, grace_s=grace_s)
         self._progress = Progress(config.steps, file=file)
         self._members: dict[int, Member] = {}  # by the child's number

@@ -42,6 +42,9 @@ SMALL = [
     "log.plots=false",
 ]
 
+# What a joiner sets for itself.
+OWN = ["threads=1", "log.plots=false"]
+
 
 class Command:
     """A `swarmkit` command in a process group, temporary folder and environment of its own; it dies with the tests."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.harness_commands import SMALL, command
+from tests.multiprocess.harness_commands import OWN, SMALL, command
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 OWNER = ["name=shut", "network.closed=true"]
@@ -35,7 +35,7 @@ def test_a_closed_run_lets_in_whom_its_owner_invites_and_tells_the_others_why_no
         assert stat.S_IMODE((guest / "alice.invite").stat().st_mode) == 0o600
         with (
             command("join", one.address(), folder=guest) as outsider,
-            command("join", one.address(), "--invite", "alice.invite", "threads=1", folder=guest) as two,
+            command("join", one.address(), "--invite", "alice.invite", *OWN, folder=guest) as two,
         ):
             assert outsider.wait(60) == 18, outsider.text
             assert "error: not invited: this run is closed" in outsider.text

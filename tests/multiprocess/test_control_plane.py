@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from swarmkit.peers.control_client import ControlClient
 from swarmkit.peers.errors import PeerUnreachable
 from swarmkit.peers.grpc_library import grpc
-from tests.multiprocess.harness_commands import SMALL, Command, command
+from tests.multiprocess.harness_commands import OWN, SMALL, Command, command
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 LONG = "steps=100000"
@@ -125,7 +125,7 @@ def test_a_peer_in_a_stalled_round_leaves_in_time(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with (
         command("start", *settings, *slow, folder=tmp_path / "one") as one,
-        command("join", one.address(), "threads=1", folder=tmp_path / "two") as two,
+        command("join", one.address(), *OWN, folder=tmp_path / "two") as two,
     ):
         two.wait_for_round(0, 2)
         frozen = list(two.alive())
@@ -149,7 +149,7 @@ def test_a_peer_in_the_middle_of_a_download_leaves_at_once(tmp_path: Path) -> No
     slow = "network.state_mbit=0.05"  # a third of a megabyte takes a minute
     with command("start", slow, LONG, *SMALL, folder=tmp_path / "one") as one:
         one.wait_for_round(0, 1)
-        with command("join", one.address(), "threads=1", folder=tmp_path / "two") as two:
+        with command("join", one.address(), *OWN, folder=tmp_path / "two") as two:
             two.wait_for("the download", lambda: [e for e in two.events(0, "state") if e["state"] == "joining"])
             os.kill(two.process.pid, signal.SIGTERM)
             assert two.wait(15) == 0, two.text

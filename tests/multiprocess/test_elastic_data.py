@@ -17,7 +17,7 @@ from swarmkit.events import read_run
 from swarmkit.peers.shares import Coverage
 from swarmkit.shares import read_data
 from tests.multiprocess import draw_log
-from tests.multiprocess.harness_commands import SMALL, command
+from tests.multiprocess.harness_commands import OWN, SMALL, command
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -47,7 +47,7 @@ def test_the_report_counts_what_was_drawn_with_a_kill_and_joins(
         run.wait_for("the second life", lambda: len(run.events(1, "run_start")) == 2, 90)
         count = len(run.events(1, "round"))
         run.wait_for("its rounds", lambda: len(run.events(1, "round")) > count + 3, 90)
-        with command("join", run.address(), "threads=1", "network.drain_timeout_s=80", folder=second) as volunteer:
+        with command("join", run.address(), *OWN, "network.drain_timeout_s=80", folder=second) as volunteer:
             volunteer.wait_for_round(0, 3)
             os.kill(volunteer.process.pid, signal.SIGTERM)
             assert volunteer.wait(80) == 0, volunteer.text

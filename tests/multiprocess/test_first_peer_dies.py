@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.harness_commands import SMALL, Command, command
+from tests.multiprocess.harness_commands import OWN, SMALL, Command, command
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 LONG = "steps=100000"
@@ -19,7 +19,7 @@ def test_newcomers_get_in_after_the_first_peer_was_killed(tmp_path: Path) -> Non
         folder.mkdir()
     with (
         command("start", "name=orphaned", LONG, *SMALL, folder=folders[0]) as one,
-        command("join", one.address(), "threads=1", folder=folders[1]) as two,
+        command("join", one.address(), *OWN, folder=folders[1]) as two,
     ):
         two.wait_for_round(0, 1)
         given = one.address()
@@ -33,18 +33,18 @@ def test_newcomers_get_in_after_the_first_peer_was_killed(tmp_path: Path) -> Non
 
         # The configuration was the first peer's to publish; it is still there.
         started = time.monotonic()
-        with command("join", f"{given},{at(two)}", "threads=1", folder=folders[2]) as three:
+        with (
+            command("join", f"{given},{at(two)}", *OWN, folder=folders[2]) as three,
+            command("join", given, *OWN, folder=folders[1]) as four,
+        ):
             three.wait_for("the join", lambda: "joined run 'orphaned'" in three.text, 60)
             assert time.monotonic() - started < 20
             assert f"no way in: {given}: 127.0.0.1 is up but nothing listens" in three.text
-            three.wait_for_round(0, 1)
-            leave(three)
-
-        with command("join", given, "threads=1", folder=folders[1]) as four:
             four.wait_for("the join", lambda: "joined run 'orphaned'" in four.text, 60)
             assert "through peers that were seen in it before" in four.text
-            four.wait_for_round(0, 1)
-            leave(four)
+            for newcomer in (three, four):
+                newcomer.wait_for_round(0, 1)
+                leave(newcomer)
         leave(two)
 
 

@@ -108,6 +108,7 @@ class LocalRun:
                 name = signal.Signals(self._signals[0]).name
                 self._progress.say(f"{name}: asking the peers to leave; once more ends them at once")
             self._kill_after = time.monotonic() + max(1.0, self.config.launch.grace_s - KILL_S)
+            self._children.give_up()
             self._asked = self._children.running()
             for child in self._asked:
                 self._children.signal(child, signal.SIGTERM)
@@ -251,6 +252,8 @@ class LocalRun:
                 self._expect_fewer()
             return
         member.row.state = "died"
+        if self._signals and child.pid is None:
+            return  # it never began
         if child.code == Exit.settings and not self._signals:
             self._failed = Exit.settings
             self._signals.append(signal.SIGTERM)

@@ -153,6 +153,11 @@ class Children:
             with contextlib.suppress(OSError):
                 self._post(json.dumps({"child": child.number, "signal": int(number)}).encode())
 
+    def give_up(self) -> None:
+        """End all at once when none is there yet: the nursery, which still imports, would first have to hear of it."""
+        if all(child.pid is None for child in self.all):
+            self._process.kill()
+
     def poll(self) -> list[Child]:
         """Learn what happened and return the children that have just ended."""
         ended: list[Child] = []

@@ -223,6 +223,7 @@ def test_a_signal_before_training_ends_everything_too(tmp_path: Path) -> None:
         run.wait_for("the supervisor", lambda: "4 peers" in run.text)
         os.kill(run.process.pid, signal.SIGINT)
         assert run.wait(15) == 130, run.text
+        assert "its log ends with" not in run.text  # nobody had begun
         run.assert_all_gone(2)
 
 

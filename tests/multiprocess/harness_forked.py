@@ -17,13 +17,13 @@ from typing import Any
 from tests.multiprocess.harness_commands import MARK, SMALL, Command, Event
 
 ROUND_S, SILENCE_S = 8.0, 2.0
+# Each peer's own: a run does not decide them for those who join.
+NETWORK = [f"network.round_timeout_s={ROUND_S}", f"network.silence_s={SILENCE_S}", "network.stall_s=4"]
 SETTINGS = [
     "name=faults",
     "peers=6",
     *(setting for setting in SMALL if not setting.startswith("network.round_timeout_s=")),
-    f"network.round_timeout_s={ROUND_S}",
-    f"network.silence_s={SILENCE_S}",
-    "network.stall_s=4",
+    *NETWORK,
     "steps=1000000",
     "sample.tokens=0",
     "log.every=100",
@@ -153,7 +153,9 @@ class Swarm:
 
     def join(self, *settings: str, phase: str = "", namespace: str = "") -> Peer:
         door = next(peer for peer in self.peers if peer.process.poll() is None)
-        return self._add(Peer(["join", door.address(), "threads=1", *settings], self._next(), phase, namespace))
+        return self._add(
+            Peer(["join", door.address(), "threads=1", *NETWORK, *settings], self._next(), phase, namespace)
+        )
 
     def _next(self) -> Path:
         return self.folder / f"{len(self.peers)}"

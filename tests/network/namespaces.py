@@ -60,8 +60,9 @@ class Namespaces:
 
     def _build(self, rate_mbit: float, delay_ms: float) -> None:
         _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for bridge in ("bridge", "other"):
+            _ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
+            _ip("-n", self._switch, "link", "set", bridge, "up")
         for index, name in enumerate(self._names):
             port = f"port{index}"
             _ip("netns", "add", name)
@@ -92,8 +93,13 @@ class Namespaces:
         """Pull a host's plug: nothing goes in or out, and no connection is told."""
         _ip("-n", self._switch, "link", "set", f"port{index}", "nomaster")
 
+    def part(self, *indices: int) -> None:
+        """Leave these hosts among themselves, and the others too: neither side is told."""
+        for index in indices:
+            _ip("-n", self._switch, "link", "set", f"port{index}", "master", "other")
+
     def mend(self, index: int) -> None:
-        """Undo `cut`."""
+        """Undo `cut` or `part`."""
         _ip("-n", self._switch, "link", "set", f"port{index}", "master", "bridge")
 
     def counters(self, index: int) -> Counters:

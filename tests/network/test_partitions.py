@@ -1,4 +1,4 @@
-"""A link that is cut and mended: the others go on, and the peer behind it comes back by itself."""
+"""Links that are cut and mended, and a swarm that falls into halves and finds together again."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.harness_forked import ROUND_S, SILENCE_S, Swarm, assert_agree
+from tests.multiprocess.harness_commands import Event
+from tests.multiprocess.harness_forked import ROUND_S, SILENCE_S, Peer, Swarm, assert_agree
 
 from .namespaces import Namespaces, namespaces, why_not
 
@@ -70,5 +71,25 @@ def test_a_peer_whose_link_is_cut_is_missed_and_comes_back(four: Four) -> None:
     # Alone it closes nothing: the others are the majority.
     alone = [event for event in four.peers[3].rounds() if event["time"] > cut + 1 and len(event["members"]) < 4]
     assert not alone
+    four.hosts.mend(3)
+    four.meet_again(time.time())
+
+
+def test_halves_that_lost_each_other_become_one_swarm_again(four: Four) -> None:
+    parted = time.time()
+    four.hosts.part(2, 3)
+    for index, half in enumerate([{0, 1}, {0, 1}, {2, 3}, {2, 3}]):
+        peer = four.peers[index]
+        ids = {four.ids[other] for other in half}
+
+        def ended(at: Peer = peer, half: set[str] = ids) -> list[Event]:
+            rounds = [event for event in at.events(0, "round") if event["time"] > parted]
+            return [event for event in rounds if event["failed"] or set(event["members"]) <= half]
+
+        # A half may go on or not; it knows in time. A round that flies is told when its window ends.
+        [first, *_] = peer.wait_for("the end of a round that was parted", ended, 2 * ROUND_S + 5)
+        assert first["seconds"] <= ROUND_S + 5, first
+    time.sleep(max(0.0, parted + CUT_S - time.time()))
+    four.hosts.mend(2)
     four.hosts.mend(3)
     four.meet_again(time.time())

@@ -49,6 +49,9 @@ class DeMo(SyncedOptimizer):
     the momenta does; `"senders"`, as the paper's code, by those that sent it: one sent by one peer of many weighs as
     much as one sent by all. Members are weighted by samples per step. Momentum and second moment are float32, this
     peer's own, and the first in the DCT domain.
+
+    Each member decodes the mean with matrix products of its own: processors that add up in another order come to hold
+    other bits, which digests notice (docs/log.md).
     """
 
     averaging: DeMoAveraging

@@ -22,7 +22,7 @@ class PowerSGD:
     mean of these whoever is in the round. The parameter is the rank.
 
     Members must compute alike to the last bit (same hardware, same libraries) to hold bitwise equal means: unlike the
-    other codecs, the matrix products come after the last averaging.
+    other codecs, the matrix products come after the last averaging. Digests notice who does not (docs/log.md).
     """
 
     name = "powersgd"

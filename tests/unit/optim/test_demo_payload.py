@@ -60,6 +60,18 @@ def test_values_come_back_within_their_precision_at_any_magnitude(values: str, e
             torch.testing.assert_close(found.values, scale * wanted.values.sign(), rtol=2**-8, atol=0)
 
 
+def test_one_bit_with_a_mean_magnitude_is_the_nearest_that_signs_can_be() -> None:
+    """(26) |x - C(x)|**2 = |x|**2 - |x|_1**2 / n, the least over all scales."""
+    form, payload = write("sign")
+    for found, wanted in zip(form.read([payload], CPU)[0], make_parts(), strict=True):
+        x = wanted.values.double()
+        least = x.square().sum(1) - x.abs().sum(1).square() / x.shape[1]
+        error = (x - found.values).square().sum(1)
+        # The scale is sent in bfloat16, off by up to 2**-9, which counts squared.
+        assert bool((error >= least * (1 - 1e-9)).all())
+        assert bool((error - least <= 2**-16 * x.square().sum(1)).all())
+
+
 @pytest.mark.parametrize("values", VALUES)
 def test_zeros_are_sent_as_zeros(values: str) -> None:
     parts = [Sparse(part.index, torch.zeros_like(part.values)) for part in make_parts()]

@@ -33,6 +33,11 @@ class Pending(Protocol):
 class Averaging(Protocol):
     """Averages tensors over the members of a round."""
 
+    @property
+    def is_behind(self) -> bool:
+        """True when the next contribution will be left out: this member lacks state that the others share."""
+        ...
+
     def begin(
         self, tensors: Sequence[Tensor], exact: Sequence[Tensor] = (), *, round: RoundKey, weight: float
     ) -> Pending:
@@ -98,6 +103,11 @@ class PlainAveraging:
         """See Averaging."""
         if state:
             raise ValueError(f"the state is of a codec ({sorted(state)[:3]}), this run has none")
+
+    @property
+    def is_behind(self) -> bool:
+        """See Averaging."""
+        return False
 
     def shared_state(self) -> dict[str, Any]:
         """See Averaging."""

@@ -84,6 +84,11 @@ class DeMoAveraging:
         """See Averaging."""
         return {"momentum": [tensor.clone() for tensor in self.momentum.tensors], "present": self.present.clone()}
 
+    @property
+    def is_behind(self) -> bool:
+        """See Averaging."""
+        return False
+
     def shared_state(self) -> dict[str, Any]:
         """See Averaging."""
         return {}

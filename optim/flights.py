@@ -118,9 +118,11 @@ class FlyingOptimizer(FragmentedOptimizer):
         with self._lock, torch.no_grad():
             norm = self._outer_step(fragment, reduced.tensors[:split], reduced.tensors[split:end])
             flight.buffers = reduced.tensors[end:]
-            pairs = zip(reduced.members, reduced.weights, strict=True)
-            fragment.others = sum(weight for peer, weight in pairs if peer != self.collective.peer_id)
-            share = self._lead.share(flight.offer.weight, fragment.others)
+            weights = dict(zip(reduced.members, reduced.weights, strict=True))
+            # A contribution that was left out is no part of the mean, whatever it offered.
+            own = weights.pop(self.collective.peer_id, 0.0)
+            fragment.others = sum(weights.values())
+            share = self._lead.share(own, fragment.others)
             fragment.carry = self._lead.carried(flight.offer.tensors, fragment.carry, share)
             # Under the same lock as the new anchor: a snapshot must not pair it with the old round's number.
             fragment.lineage = next_lineage(fragment.lineage, flight.key, reduced.id)

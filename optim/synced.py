@@ -209,8 +209,8 @@ class SyncedOptimizer(StatefulOptimizer):
 
         That work counts from an anchor that the others have left k rounds ago, so 1 / (1 + k) of it is kept, and of its
         weight; the inner optimizer's state stays this peer's own. Returns that share. It is 0, and nothing is kept,
-        when this peer's past is not the snapshot's (a partition, another run), or when rounds overlap. Bring the work
-        in with `observe_round(contribute=True)`.
+        when this peer's past is not the snapshot's (a partition, another run), when rounds overlap, or when the codec
+        lacks what the others share. Bring the work in with `observe_round(contribute=True)`.
         """
         work, lineage = self._local_work(), self._present_lineage()
         samples, steps = self._unsent()
@@ -219,7 +219,7 @@ class SyncedOptimizer(StatefulOptimizer):
             return 0.0
         inner = copy.deepcopy(self.inner.state_dict())
         self.load_snapshot(tensors, meta)
-        if lineage not in self._past:
+        if lineage not in self._past or self.averaging.is_behind:
             return 0.0
         share = 1.0 / (len(self._past) - list(self._past).index(lineage))
         with self._lock, torch.no_grad():
@@ -245,6 +245,11 @@ class SyncedOptimizer(StatefulOptimizer):
     def _resend(self, samples: float, steps: int) -> None:
         """Count local work that survived a change of the anchor."""
         self.samples, self._unsent_steps = samples, steps
+
+    @property
+    def lacks_rounds(self) -> bool:
+        """True when the snapshot that was loaded last was taken while rounds were under way: observe those first."""
+        return False
 
     def observe_round(self, *, contribute: bool = False) -> None:
         """Take part in the current round and adopt its result, after `load_snapshot`.

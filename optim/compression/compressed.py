@@ -1,5 +1,6 @@
 """CompressedAveraging: averages tensors through a codec, with error feedback (arXiv 1901.09847) where wanted."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -18,7 +19,9 @@ from swarmkit.optim.compression.route import Route, choose
 from swarmkit.optim.compression.seeds import digest, number
 from swarmkit.optim.compression.slices import CodecWire
 from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.norms import is_finite
 
+logger = logging.getLogger(__name__)
 _MAX_MEMBERS = 1_000_000
 _STATE = ("codec", "seed", "members", "parameters", "residual", "state", "state_id")
 
@@ -105,6 +108,11 @@ class CompressedAveraging:
         """Positions of the tensors that the codec gets: the parameters are for these."""
         return [i for i, tensor in enumerate(tensors) if compresses(self.codec, tensor.shape)]
 
+    @property
+    def is_behind(self) -> bool:
+        """See Averaging."""
+        return self._stale
+
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -121,9 +129,13 @@ class CompressedAveraging:
         if self._stale:
             weight = 0.0
         flat = plan.layout.flatten([tensors[i] for i in plan.compressed])
+        plan.check_finite(flat, [*tensors, *exact])
         if weight > 0 and self._residual is not None:
             flat.add_(self._residual)
-        plan.check_finite(flat, [*tensors, *exact])
+            if not is_finite(flat):
+                logger.warning("what error feedback had kept overflows with the new contribution: it is dropped")
+                self._residual = None
+                flat = plan.layout.flatten([tensors[i] for i in plan.compressed])
         kept = [(tensors[i] if i < len(tensors) else exact[i - len(tensors)]).detach() for i in plan.exact]
         under_way = self._send(plan, flat, kept, round, weight)
         return _Pending(self, plan, flat, weight, under_way)

@@ -150,6 +150,11 @@ class LGreCo:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_behind(self) -> bool:
+        """See Averaging."""
+        return self.averaging.is_behind
+
     def shared_state(self) -> dict[str, Any]:
         """What a joiner needs in order to send as the others do: plain numbers, equal on all members between rounds."""
         own = {"parameters": None if self.parameters is None else list(self.parameters)}

@@ -1,17 +1,42 @@
 """Small replicas for the tests of strategies: a vector with given gradients, and a network on data of its own."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from swarmkit.optim import AllReduce, Collective, DiLoCo, Every, LocalSGD, SyncedOptimizer
+from swarmkit.optim import AllReduce, Collective, DiLoCo, Every, LocalSGD, RoundFailed, SyncedOptimizer
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 
 Make = Callable[[list[Tensor], Collective], SyncedOptimizer]
 Gradient = Callable[[int, int, Tensor], Tensor]  # rank, completed steps, parameters
+
+
+class Faulty:
+    """A collective whose rounds of the given indices fail."""
+
+    def __init__(self, collective: LocalCollective, failing: set[int], missed: bool = False) -> None:
+        self.peer_id = collective.peer_id
+        self._collective = collective
+        self._failing = failing
+        self._missed = missed
+
+    def all_reduce(self, tensors: Any, *, round: Any, weight: float) -> Any:
+        if round.index not in self._failing:
+            return self._collective.all_reduce(tensors, round=round, weight=weight)
+        future: Future[Any] = Future()
+        future.set_exception(RoundFailed("the line was cut", missed=self._missed))
+        return future
+
+    def all_gather(self, payload: Any, *, round: Any, weight: float) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._collective.close()
 
 
 def sgd(parameters: list[Tensor], lr: float = 0.1) -> torch.optim.Optimizer:

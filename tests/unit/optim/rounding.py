@@ -38,6 +38,10 @@ class Rounding:
             raise ValueError("the state is not of this codec")
         self.residual = [tensor.clone() for tensor in state["residual"]]
 
+    @property
+    def is_behind(self) -> bool:
+        return False
+
     def shared_state(self) -> dict[str, Any]:
         return {}
 

@@ -1,7 +1,6 @@
 """Failed and missed rounds, broken values and restarts: none of them stops a strategy or loses what it holds."""
 
 import math
-from concurrent.futures import Future
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -17,14 +16,15 @@ from swarmkit.optim import (
     Every,
     LocalSGD,
     QuadraticSync,
-    RoundFailed,
     RoundReport,
     SyncedOptimizer,
 )
+from swarmkit.optim.compression import CODECS, CompressedAveraging, make_codec
 from swarmkit.optim.snapshot import digest_tensors
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from tests.unit.optim.replicas import (
     STRATEGIES,
+    Faulty,
     Make,
     Net,
     adamw,
@@ -47,29 +47,6 @@ def averaging(parameters: list[Tensor], collective: Collective) -> SyncedOptimiz
 
 def alone() -> LocalCollective:
     return LocalSwarm(1).collectives[0]
-
-
-class Faulty:
-    """A collective whose rounds of the given indices fail."""
-
-    def __init__(self, collective: LocalCollective, failing: set[int], missed: bool = False) -> None:
-        self.peer_id = collective.peer_id
-        self._collective = collective
-        self._failing = failing
-        self._missed = missed
-
-    def all_reduce(self, tensors: Any, *, round: Any, weight: float) -> Any:
-        if round.index not in self._failing:
-            return self._collective.all_reduce(tensors, round=round, weight=weight)
-        future: Future[Any] = Future()
-        future.set_exception(RoundFailed("the line was cut", missed=self._missed))
-        return future
-
-    def all_gather(self, payload: Any, *, round: Any, weight: float) -> Any:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self._collective.close()
 
 
 def run_with_failures(make: Make, failing: set[int], steps: int, replicas: int = 2) -> list[Any]:
@@ -360,3 +337,24 @@ def test_a_resumed_window_keeps_its_length_whatever_the_learning_rate_has_become
     train(net, resumed, 0, range(2, 4))
     assert resumed.last_report is not None
     assert resumed.last_report.window == 4
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS if make_codec(name).contractive])
+def test_what_overflows_only_with_the_kept_error_does_not_end_training(codec: str) -> None:
+    """Gradients of 2e38 fit float32; what a codec left of one, added to the next, does not."""
+
+    def task(collective: LocalCollective, rank: int) -> list[RoundReport]:
+        net, reports = Net(), []
+        averaging = CompressedAveraging(make_codec(codec, min_size=1), collective, error_feedback=True)
+        optimizer = AllReduce(adamw(list(net.parameters())), collective=collective, averaging=averaging)
+        optimizer.on_round.append(reports.append)
+        for _ in range(4):
+            for parameter in net.parameters():
+                parameter.grad = torch.full_like(parameter, 2e38)
+                parameter.grad.view(-1)[::2] = 1e20
+            optimizer.step()
+        return reports
+
+    for reports in LocalSwarm(2).run(task):
+        assert [report.round for report in reports] == sorted(report.round for report in reports)
+        assert len(reports) == 4

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim import AllReduce, Collective, DiLoCo, Every, LocalSGD, SyncedOptimizer
+from swarmkit.optim.compression import CompressedAveraging, make_codec
 from swarmkit.peers.local import LocalCollective, LocalSwarm
-from tests.unit.optim.replicas import sgd
+from tests.unit.optim.replicas import Faulty, sgd
 
 H = 4
 Make = Callable[[list[Tensor], Collective], SyncedOptimizer]
@@ -121,5 +122,30 @@ def test_ancestors_of_a_stranger_are_checked(ancestors: object) -> None:
         tensors, meta = optimizer.snapshot()
         with pytest.raises(ValueError, match=r"ancestors|lineage"):
             optimizer.load_snapshot(tensors, {**meta, "ancestors": ancestors})
+
+    LocalSwarm(1).run(task)
+
+
+def test_what_a_codec_would_leave_out_is_not_said_to_be_kept() -> None:
+    """PowerSGD's bases are those of the last round: who missed it has to observe one before it can contribute."""
+
+    def powersgd(parameters: list[Tensor], collective: Collective) -> SyncedOptimizer:
+        codec = make_codec("powersgd", rank=1, min_size=1)
+        averaging = CompressedAveraging(codec, collective, error_feedback=True)
+        return LocalSGD(sgd(parameters, lr=1.0), collective=collective, sync=Every(H), averaging=averaging)
+
+    def task(collective: LocalCollective, _: int) -> None:
+        x = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = powersgd([x], Faulty(collective, {1}, missed=True))
+        for _ in range(H):
+            step(x, optimizer, 1.0)
+        tensors, meta = optimizer.snapshot()
+        for _ in range(H):
+            step(x, optimizer, 1.0)
+        assert optimizer.needs_state
+        step(x, optimizer, 1.0)
+        assert optimizer.rejoin(tensors, meta) == 0.0
+        assert [tensor for name, tensor in tensors.items() if name.startswith("anchor/")][0].equal(x)
+        assert optimizer.samples == 0.0
 
     LocalSwarm(1).run(task)

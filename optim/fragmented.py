@@ -53,6 +53,11 @@ class FragmentedOptimizer(SyncedOptimizer):
     def _names_sent(self) -> list[list[str]]:
         return [fragment.part.names for fragment in self._fragments]
 
+    @property
+    def lacks_rounds(self) -> bool:
+        """See SyncedOptimizer."""
+        return bool(self._missing)
+
     # -- the anchor --------------------------------------------------------------------------------------------------
 
     def digest(self) -> str:

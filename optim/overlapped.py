@@ -227,6 +227,7 @@ class OverlappedOptimizer(FlyingOptimizer):
         result.
         """
         missing = self._missing if self._count > 1 else []
+        self._missing = []
         after = (self._next_round, self._synced_step, self._window)
         if missing:
             self.step_count = self._launched_step

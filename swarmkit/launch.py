@@ -151,6 +151,7 @@ class LocalRun:
             "joining": restart,
             "resume": None if resume is None else str(resume),
             "exactly": exactly,
+            "beside": resume is not None and self._plan is not None and self._plan.exactly and not exactly,
             "expected": 1 if restart else self.config.peers,
         }
         child = self._spawn(f"peer-{slot}", "swarmkit.local_peer:local_peer", arguments)

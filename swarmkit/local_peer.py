@@ -41,6 +41,7 @@ def local_peer(end: socket.socket, arguments: Mapping[str, Any]) -> int:
                 joining=arguments["joining"],
                 resume=None if resume is None else Path(resume),
                 exactly=arguments["exactly"],
+                beside=arguments["beside"],
                 expected=arguments["expected"],
                 still_expected=lambda count: _told(link, count),
                 evaluates_alone=False,

@@ -37,6 +37,7 @@ class Place:
     joining: bool = False  # the run may be under way: fetch its state first
     resume: Path | None = None  # checkpoint to begin from
     exactly: bool = True  # that checkpoint is this peer's own, and all peers' are of the same round
+    beside: bool = False  # it is another's, and the others go on from their own
     expected: int = 1  # replicas to wait for before the first step
     still_expected: Callable[[int], int] = lambda count: count
     evaluates_alone: bool = True
@@ -174,7 +175,8 @@ class _Replica:
         self.leaving.ready(self._leave, collective.close)
         self.control.serve(trainer.ask_checkpoint)
         if self.place.resume is not None:
-            trainer.resume(checkpoint.load(self.place.resume), exactly=self.place.exactly)
+            state = checkpoint.load(self.place.resume)
+            trainer.resume(state, exactly=self.place.exactly, beside=self.place.beside)
             self.say(f"resumed {self.place.resume} at step {trainer.optimizer.step_count}")
         self.node.heartbeat(data_from=trainer.ledger.first, data_to=trainer.ledger.mark)
         self.events.emit(

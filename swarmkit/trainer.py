@@ -113,19 +113,18 @@ class Trainer:
         self.ledger = Ledger()
         self.ledger.begin(source.position)
         self._evaluated_at = self._saved_at = self._logged_at = 0
+        self._observes_first = False  # rounds that the others, who resumed, had under way
         self._last_save = (0, 0)  # step and round of the newest checkpoint that this process wrote
         self._newest: Path | None = None  # that checkpoint
-        self._wanted: queue.SimpleQueue[Future[tuple[str, int]]] = (
-            queue.SimpleQueue()
-        )  # checkpoints that were asked for
+        self._wanted: queue.SimpleQueue[Future[tuple[str, int]]] = queue.SimpleQueue()  # checkpoints asked for
         self._scored: tuple[int, Score] | None = None  # round and score of the last evaluation
         self._divergence = Divergence(optimizer, events, self._around)
         optimizer.on_round.append(self._on_round)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
-    def resume(self, state: State, *, exactly: bool) -> None:
-        """Go on from a checkpoint: exactly, or from what all peers shared, on any number of peers."""
+    def resume(self, state: State, *, exactly: bool, beside: bool = False) -> None:
+        """Go on from a checkpoint, exactly or from what all shared; `beside` those, observe rounds they had begun."""
         if exactly:
             resume_exactly(self.model, self.optimizer, state)
             self.source.load(state[1]["data"])
@@ -141,6 +140,7 @@ class Trainer:
                 # Shares of the data differ in size: another peer's position need not exist in this one's.
                 self.source.seek(self.optimizer.step_count * self.config.batch_size * self.config.accumulate)
             self.ledger.begin(self.source.position)
+            self._observes_first = beside and self.optimizer.lacks_rounds
         self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
 
     def join(self, *, observe: bool = True) -> None:
@@ -181,6 +181,7 @@ class Trainer:
             step = self.optimizer.step_count + (meta.get("window") or 1)
             self._around.await_round(self.optimizer.round, step=step, tokens_per_step=self.tokens_per_step)
             self.optimizer.observe_round(contribute=kept > 0)
+        self._observes_first = not observe and self.optimizer.lacks_rounds
         self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
 
     def take_over(self, position: int) -> None:
@@ -210,7 +211,19 @@ class Trainer:
             raise
         return self._finish()
 
+    def _observe_missing(self) -> None:
+        """Take part in the rounds that the others, who resumed, had under way; else catch up as who was left behind."""
+        if not self._observes_first:
+            return
+        self._set_learning_rate()
+        try:
+            self.optimizer.observe_round()
+        except RoundFailed:
+            self.join()
+        self._evaluated_at = self._saved_at = self._logged_at = self.optimizer.step_count
+
     def _loop(self) -> None:
+        self._observe_missing()
         while self.optimizer.step_count < self.config.steps and not self.stop.is_set():
             if not self._around.may_go_on(self._last_round):
                 break
@@ -247,8 +260,7 @@ class Trainer:
 
     def _forward_backward(self) -> None:
         started = time.perf_counter()
-        parts = self.config.accumulate
-        for _ in range(parts):
+        for _ in range(parts := self.config.accumulate):
             batch = self.source.next()
             inputs = batch.inputs.to(self.device, non_blocking=True)
             targets = batch.targets.to(self.device, non_blocking=True)

@@ -1,5 +1,6 @@
 """The training loop with replicas as threads: agreement, progress, resuming, and what stops it."""
 
+import dataclasses
 import errno
 import threading
 from pathlib import Path
@@ -114,6 +115,36 @@ def test_a_checkpoint_starts_more_peers_than_there_were(tmp_path: Path) -> None:
         return trainer.run()
 
     assert len({outcome.digest for outcome in LocalSwarm(3).run(replica)}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["eager", "eager fragments", "co2", "streaming"])
+def test_a_peer_more_than_there_were_observes_the_rounds_that_were_under_way(strategy: str, tmp_path: Path) -> None:
+    config = small_config(strategy.partition(" ")[0], peers=3, steps=24)
+    if strategy == "eager fragments":
+        config.strategy = dataclasses.replace(config.strategy, fragments=2)  # type: ignore[call-arg]
+
+    def before(collective: LocalCollective, rank: int) -> Path:
+        trainer = small_trainer(config, collective, rank, tmp_path / "two")
+        while trainer.optimizer.step_count < 9 or not trainer.optimizer.snapshot()[1]["missing"]:
+            trainer.step()
+        return trainer.save()
+
+    paths = LocalSwarm(2).run(before)
+    recorders = [Recorder() for _ in range(3)]
+
+    def after(collective: LocalCollective, rank: int) -> Outcome:
+        trainer = small_trainer(config, collective, rank, tmp_path / "three", events=recorders[rank])
+        own = rank < 2
+        trainer.resume(checkpoint.load(paths[rank % 2]), exactly=own, beside=not own)
+        return trainer.run()
+
+    outcomes = LocalSwarm(3).run(after)
+    assert len({outcome.digest for outcome in outcomes}) == 1
+    first, second, added = ([event["round"] for event in recorder.of("round")] for recorder in recorders)
+    assert first == second
+    assert added == first[-len(added) :], "what the others had applied is in the state"
+    assert len(added) >= 3
+    assert not [event for recorder in recorders for event in recorder.of("round") if event["failed"]]
 
 
 def test_a_checkpoint_after_a_round_holds_the_parameters_once(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ class DiLoCo(OverlappedOptimizer):
     inner optimizer bit for bit.
 
     `eager=True` sends in the background while the next window runs and goes on at once from the shared state, which is
-    one round late, and this peer's own newest part of it; `eager="delayed"` from the shared state alone.
+    one round late, and this peer's own newest part of it; `eager="delayed"` from the shared state alone. Unless given,
+    the outer momentum is 0.9, and 0 with either: late steps with momentum never settle among four peers or more.
 
     `fragments=k` cuts the model into k parts that meet one after the other, a k-th of a window apart: the same bytes,
     a k-th of the peak. `fragment_by` says how (see `partition`). A fragment's result is adopted `overlap_steps` inner
@@ -40,7 +41,7 @@ class DiLoCo(OverlappedOptimizer):
         inner: torch.optim.Optimizer,
         *,
         outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_momentum: float | None = None,
         nesterov: bool = True,
         eager: Eager = False,
         overlap_steps: int = 0,
@@ -52,6 +53,8 @@ class DiLoCo(OverlappedOptimizer):
             raise ValueError(f"eager={eager!r}: must be True, False or 'delayed'")
         if eager and (overlap_steps or mixing):
             raise ValueError(f"overlap_steps={overlap_steps}, mixing={mixing}: with eager a round has a whole window")
+        if outer_momentum is None:
+            outer_momentum = 0.0 if eager else 0.9
         super().__init__(
             inner,
             outer_lr=outer_lr,

@@ -44,8 +44,8 @@ class Lead:
         return list(torch._foreach_sub(start, found))
 
     def carried(self, own: list[Tensor], carry: list[Tensor], share: float) -> list[Tensor]:
-        """The next b, once the round of a contribution has closed."""
-        if self.of == "nothing":
+        """The next b, once the round of a contribution has closed; nothing where it would not be used."""
+        if self.of == "nothing" or self.momentum == 0:
             return []
         found = list(torch._foreach_mul(own, share))
         if carry:

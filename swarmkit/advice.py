@@ -16,6 +16,7 @@ SAFE_SHARE = 0.7
 def notes(config: Config) -> Iterator[str]:
     """Yield one line for each setting that is legal but unwise, with what to do."""
     strategy = config.strategy
+    momentum = strategy.outer_momentum or 0.0 if isinstance(strategy, DiLoCoConfig) else 0.0
     if isinstance(strategy, DeMoConfig) and not isinstance(config.optimizer, SGDConfig):
         yield (
             f"strategy=demo with optimizer={config.optimizer.name}: the momentum is DeMo's own; "
@@ -28,17 +29,17 @@ def notes(config: Config) -> Iterator[str]:
         )
     if isinstance(strategy, DiLoCoConfig) and strategy.eager:
         share = 1 / config.peers if strategy.eager is True else 0.0
-        limit = settling_limit(strategy.outer_momentum, share=share, nesterov=strategy.nesterov)
+        limit = settling_limit(momentum, share=share, nesterov=strategy.nesterov)
         if strategy.outer_lr > SAFE_SHARE * limit:
             yield (
                 f"strategy.eager={str(strategy.eager).lower()}: outer steps of strategy.outer_lr={strategy.outer_lr:g} "
-                f"with strategy.outer_momentum={strategy.outer_momentum:g} swing and from {limit:.2g} never settle, "
+                f"with strategy.outer_momentum={momentum:g} swing and from {limit:.2g} never settle, "
                 f"because {'only 1/' + str(config.peers) if share else 'nothing'} of each is fresh; use "
                 f"strategy.outer_momentum=0, or an outer_lr below {SAFE_SHARE * limit:.2g}"
             )
     if isinstance(strategy, DiLoCoConfig) and strategy.sync.rule is SyncRule.every:
         rounds = math.ceil(config.steps / strategy.sync.h)
-        if rounds < MIN_OUTER_ROUNDS and strategy.outer_momentum > 0:
+        if rounds < MIN_OUTER_ROUNDS and momentum > 0:
             yield (
                 f"DiLoCo with {rounds} rounds (steps / strategy.sync.h): outer momentum needs about {MIN_OUTER_ROUNDS} "
                 "to pay; use strategy=local_sgd, or a smaller strategy.outer_lr such as 0.2 to 0.4"

@@ -90,7 +90,7 @@ class DiLoCoConfig(StrategyConfig):
     name: str = "diloco"
     sync: SyncConfig = field(default_factory=SyncConfig)
     outer_lr: float = 0.7  # of the step along the averaged pseudo-gradient
-    outer_momentum: float = 0.9  # 0 with outer_lr=1 is plain parameter averaging
+    outer_momentum: float | None = None  # null: 0.9, and 0 with eager; 0 with outer_lr=1 is parameter averaging
     nesterov: bool = True  # look ahead along the momentum
     eager: bool | str = False  # true: rounds overlap the next window; delayed: the naive form, for comparison
     fragments: int = 1  # parts of the model that meet one after the other; 1 sends the whole model at once
@@ -101,6 +101,8 @@ class DiLoCoConfig(StrategyConfig):
     def __post_init__(self) -> None:
         StrategyConfig.__post_init__(self)
         positive("strategy", self, "outer_lr")
+        if self.outer_momentum is None:
+            self.outer_momentum = 0.0 if self.eager else 0.9
         in_range("strategy", self, 0.0, 1.0, "outer_momentum")
         at_least("strategy", self, 1, "fragments")
         at_least("strategy", self, 0, "overlap_steps")

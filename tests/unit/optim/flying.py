@@ -25,16 +25,16 @@ def coded(kind: Any, parameters: list[Tensor], collective: Collective, **options
 
 
 EAGER: dict[str, Callable[..., OverlappedOptimizer]] = {
-    "eager": partial(of, DiLoCo, eager=True),
-    "delayed": partial(of, DiLoCo, eager="delayed"),
+    "eager": partial(of, DiLoCo, eager=True, outer_momentum=0.9),
+    "delayed": partial(of, DiLoCo, eager="delayed", outer_momentum=0.9),
     "CO2": partial(of, CO2, keep_local=False, penalty="gap"),
     "CO2 that keeps": partial(of, CO2, penalty="gap"),
 }
 ALL = EAGER | {
     "blocking": partial(of, DiLoCo),
     "streaming": partial(of, DiLoCo, fragments=2, overlap_steps=1, mixing=0.25),
-    "eager fragments": partial(of, DiLoCo, fragments=2, eager=True),
-    "eager, coded": partial(coded, DiLoCo, eager=True),
+    "eager fragments": partial(of, DiLoCo, fragments=2, eager=True, outer_momentum=0.9),
+    "eager, coded": partial(coded, DiLoCo, eager=True, outer_momentum=0.9),
     "streaming, coded": partial(coded, DiLoCo, fragments=2, overlap_steps=1),
     "CO2, coded": partial(coded, CO2),
 }

@@ -57,8 +57,8 @@ STRATEGIES: dict[str, Strategy] = {
     "AllReduce": Strategy(AllReduce, windows=False, stop=5, steps=8),
     "LocalSGD": Strategy(LocalSGD),
     "DiLoCo": Strategy(DiLoCo),
-    "DiLoCo eager": Strategy(DiLoCo, {"eager": True}, flies=True),
-    "DiLoCo delayed": Strategy(DiLoCo, {"eager": "delayed"}, flies=True),
+    "DiLoCo eager": Strategy(DiLoCo, {"eager": True, "outer_momentum": 0.9}, flies=True),
+    "DiLoCo delayed": Strategy(DiLoCo, {"eager": "delayed", "outer_momentum": 0.9}, flies=True),
     "DiLoCo streaming": Strategy(
         DiLoCo, {"fragments": 2, "overlap_steps": 3, "mixing": 0.25}, flies=True, h=4, stop=14, steps=18
     ),

@@ -27,9 +27,9 @@ CODECS: dict[str, Callable[[], Codec]] = {
 STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "LocalSGD": (LocalSGD, {}),
     "DiLoCo": (DiLoCo, {}),
-    "eager": (DiLoCo, {"eager": True}),
+    "eager": (DiLoCo, {"eager": True, "outer_momentum": 0.9}),
     "streaming": (DiLoCo, {"fragments": 2, "overlap_steps": 1, "mixing": 0.5}),
-    "eager fragments": (DiLoCo, {"fragments": 2, "eager": True}),
+    "eager fragments": (DiLoCo, {"fragments": 2, "eager": True, "outer_momentum": 0.9}),
     "CO2": (CO2, {}),
 }
 

@@ -265,3 +265,11 @@ def test_refuses_what_does_not_go_together() -> None:
         DiLoCo(sgd([x]), collective=collective, eager="often")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overlap_steps=2"):
         DiLoCo(sgd([x]), collective=collective, eager=True, overlap_steps=2)
+
+
+def test_without_outer_momentum_no_momentum_of_the_own_contributions_is_kept() -> None:
+    lead = Lead(of="share", lr=0.7, momentum=0.0, nesterov=False)
+    own = [torch.ones(3)]
+    assert lead.carried(own, [], 0.5) == []
+    [start] = lead.ahead([torch.zeros(3)], own, [], 0.5)
+    assert torch.equal(start, torch.full((3,), -0.35))

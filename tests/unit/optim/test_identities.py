@@ -1,4 +1,7 @@
-"""Identities between the strategies, in float64 over LocalSwarm: what must come out whatever the implementation."""
+"""Identities between the strategies, in float64 over LocalSwarm: what must come out whatever the implementation.
+
+I26, of Delayed Nesterov, has nothing to hold for: no strategy here takes outer steps without a barrier.
+"""
 
 import math
 from collections.abc import Callable

@@ -64,7 +64,7 @@ def test_the_limit_falls_with_the_share_that_is_fresh() -> None:
 
 
 def test_eager_with_an_outer_step_that_swings_is_told_what_to_do() -> None:
-    common = ["strategy=diloco", "steps=4000", "strategy.eager=true", "peers=4"]
+    common = ["strategy=diloco", "steps=4000", "strategy.eager=true", "strategy.outer_momentum=0.9", "peers=4"]
     [note] = notes(load_config([*common, "strategy.outer_lr=0.4"]))
     assert "from 0.42 never settle" in note
     assert "outer_momentum=0, or an outer_lr below 0.29" in note

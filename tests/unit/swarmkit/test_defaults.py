@@ -5,10 +5,13 @@ import inspect
 from enum import Enum
 
 import pytest
+import torch
 
+from swarmkit.advice import settling_limit
 from swarmkit.compose import load_config
 from swarmkit.errors import ConfigError
-from swarmkit.optim import CO2, AllReduce, DeMo, DiLoCo, LocalSGD
+from swarmkit.optim import CO2, AllReduce, DeMo, DiLoCo, Every, LocalSGD
+from swarmkit.peers.local import LocalSwarm
 from swarmkit.strategy import (
     AllReduceConfig,
     CO2Config,
@@ -17,6 +20,8 @@ from swarmkit.strategy import (
     LocalSGDConfig,
     StrategyConfig,
 )
+
+RESOLVED = {DiLoCo: "outer_momentum"}  # follows from another setting
 
 
 @pytest.mark.parametrize(
@@ -34,11 +39,27 @@ def test_settings_and_classes_have_the_same_defaults(config: type[StrategyConfig
     chosen = dataclasses.asdict(config())
     parameters = inspect.signature(strategy.__init__).parameters  # type: ignore[misc]
     for name, parameter in parameters.items():
-        if name not in chosen or name == "sync" or parameter.default is inspect.Parameter.empty:
+        if (
+            name not in chosen
+            or name in ("sync", RESOLVED.get(strategy))
+            or parameter.default is inspect.Parameter.empty
+        ):
             continue
         ours = chosen[name].name if isinstance(chosen[name], Enum) else chosen[name]
         theirs = chosen["overlap"] if name == "keep_local" and parameter.default is None else parameter.default
         assert ours == theirs, name
+
+
+@pytest.mark.parametrize("eager", [False, True, "delayed"])
+@pytest.mark.parametrize("members", [1, 2, 4, 8, 64])
+def test_the_default_outer_step_settles_among_any_number_of_peers(eager: bool | str, members: int) -> None:
+    chosen = DiLoCoConfig(eager=eager)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    ours = DiLoCo(inner, collective=LocalSwarm(1).collectives[0], sync=Every(4), eager=eager)  # type: ignore[arg-type]
+    assert (ours.outer_lr, ours.outer_momentum) == (chosen.outer_lr, chosen.outer_momentum)
+    fresh = 1.0 if not eager else 0.0 if eager == "delayed" else 1 / members
+    assert ours.outer_lr < settling_limit(ours.outer_momentum, share=fresh)
 
 
 @pytest.mark.parametrize(

@@ -34,17 +34,23 @@ METHODS: dict[str, list[str]] = {
     "local_sgd qsr": ["strategy=local_sgd", H, "strategy.sync.rule=qsr", "strategy.sync.alpha=0.0063"],
     "diloco": ["strategy=diloco", H, "strategy.outer_lr=0.2"],
     "eager": ["strategy=diloco", H, "strategy.outer_lr=0.7", "strategy.outer_momentum=0", "strategy.eager=true"],
-    "delayed": ["strategy=diloco", H, "strategy.outer_lr=0.2", "strategy.eager=delayed"],
+    "delayed": ["strategy=diloco", H, "strategy.outer_lr=0.2", "strategy.outer_momentum=0.9",
+                "strategy.eager=delayed"],
+    "eager 0.4": ["strategy=diloco", H, "strategy.outer_lr=0.4", "strategy.outer_momentum=0.9", "strategy.eager=true"],
+    "delayed 0.4": ["strategy=diloco", H, "strategy.outer_lr=0.4", "strategy.outer_momentum=0.9",
+                    "strategy.eager=delayed"],
     "streaming": ["strategy=diloco", "strategy.sync.h=12", "strategy.outer_lr=0.4", "strategy.fragments=3",
                   "strategy.overlap_steps=1", "strategy.mixing=0.5"],
     "co2": ["strategy=co2", H],
+    "co2 gap clip": ["strategy=co2", H, "strategy.outer_lr=1", "strategy.outer_momentum=0.7", "strategy.penalty=gap",
+                     "strategy.clip=1"],
     "demo": ["strategy=demo", "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.0025"],
 }  # fmt: skip
 CODECS: dict[str, list[str]] = {
     "none": [],
     "int8": ["compression=int8"],
     "int4": ["compression=int4"],
-    "fp4": ["compression=fp4"],
+    "fp4": ["compression=fp4", "compression.min_size=0"],
     "topk": ["compression=topk", "compression.density=0.01"],
     "powersgd": ["compression=powersgd", "compression.rank=4"],
     "topk lgreco": ["compression=topk", "compression.density=0.01", "compression.lgreco.period=5",
@@ -128,7 +134,9 @@ def missed(rows: list[dict[str, Any]], seed: int) -> list[str]:
         label = f"demo, seed {seed}, times that a payload is smaller than the gradients"
         found += aims.at_least(label, 4 * demo["parameters"] / payload, 150.0)
     beyond("co2", "none", of.get(("local_sgd", "none")), share=0.03)
+    beyond("co2 gap clip", "none", of.get(("local_sgd", "none")), share=0.03)
     beyond("eager", "none", of.get(("diloco", "none")), most=0.12)
+    beyond("eager 0.4", "none", of.get(("delayed 0.4", "none")), most=-0.3)
     beyond("streaming", "fp4", streaming, most=0.01)
     fewer("streaming", "fp4", streaming, 7.5)
     beyond("streaming", "fp4", every_step, most=0.06)

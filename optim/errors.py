@@ -5,6 +5,10 @@ class SwarmError(Exception):
     """Something outside this process went wrong; training may go on."""
 
 
+class KeyTaken(ValueError):
+    """A round's key has been used before, or others use it for another operation."""
+
+
 class RoundFailed(SwarmError):
     """A round closed without a result for this peer; nothing of it was applied.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from swarmkit.optim.collective import Gathered, Reduced, RoundKey
-from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.errors import KeyTaken, RoundFailed
 from swarmkit.optim.mean import weighted_mean
 from swarmkit.optim.norms import is_finite
 from swarmkit.optim.shards import Shards, Wire
@@ -130,7 +130,7 @@ class LocalSwarm:
                 timer.start()
             round = self._rounds[key]
             if peer_id in round.arrivals or operation != round.operation:
-                raise ValueError(f"round {key}: a key is used once, for one operation")
+                raise KeyTaken(f"round {key}: a key is used once, for one operation")
             round.arrivals[peer_id] = _Arrival(tensors, weight, future, now, key.lineage, wire, key.digest)
             round.last_arrival = now
             future.add_done_callback(lambda done: self._withdraw(key, peer_id) if done.cancelled() else None)

@@ -21,11 +21,12 @@ Exception
     |-- ConfigError       a setting that cannot work: key, value, reason
     |   `-- AddressError  what was given as a peer's address is none
     |-- CheckpointError   a checkpoint that is missing, incomplete or corrupt
+    |-- KeyTaken          a round's key that is in use, or for another operation
     |-- DataError         a data source that is missing, empty or malformed
     `-- KeyFileError      a file with a private key that cannot be used
 """
 
-from swarmkit.optim.errors import RoundFailed, SwarmError
+from swarmkit.optim.errors import KeyTaken, RoundFailed, SwarmError
 from swarmkit.peers.errors import (
     AccessRefused,
     ClosedPort,
@@ -53,6 +54,7 @@ __all__ = [
     "DataError",
     "JoinFailed",
     "KeyFileError",
+    "KeyTaken",
     "NoAnswer",
     "NotAPeer",
     "NotInvited",

@@ -18,7 +18,7 @@ from swarmkit.optim.compression.rounds import GatherRound, LinearRound, Outcome,
 from swarmkit.optim.compression.route import Route, choose
 from swarmkit.optim.compression.seeds import digest, number
 from swarmkit.optim.compression.slices import CodecWire
-from swarmkit.optim.errors import RoundFailed
+from swarmkit.optim.errors import KeyTaken, RoundFailed
 from swarmkit.optim.norms import is_finite
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class CompressedAveraging:
         for route in others:
             try:
                 return self._travel(route, plan, flat, exact, key, weight)
-            except ValueError:
+            except KeyTaken:
                 continue  # the others are on another route
         return self._travel(last, plan, flat, exact, key, weight)
 

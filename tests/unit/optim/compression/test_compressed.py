@@ -203,3 +203,14 @@ def test_a_member_whose_payload_was_garbled_keeps_all_of_it_in_its_residual() ->
 
     (residual, _) = LocalSwarm(2).run(task)[1].state_dict()["residual"]
     assert torch.equal(residual, contribution(1)[0])
+
+
+def test_what_is_wrong_with_a_contribution_is_said_whatever_route_is_tried_first() -> None:
+    averaging = averaging_of("int4", LocalSwarm(1).collectives[0])
+    averaging.codec.encode = broken  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="3 parameters for 2 tensors"):
+        averaging.begin(contribution(0), round=RoundKey("x", 0), weight=1.0)
+
+
+def broken(*_: Any) -> list[Tensor]:
+    raise ValueError("3 parameters for 2 tensors")

@@ -134,11 +134,12 @@ class QSGDConfig(GatherCodecConfig):
         if not 2 <= self.bits <= 8:
             raise ValueError(f"compression.bits={self.bits}: between 2 and 8")
         _check_block("bucket", self.bucket)
-        if self.error_feedback and (self.bits < 4 or self.norm is Norm.l2):
-            raise ValueError(
-                f"compression.error_feedback=true: with {self.bits} bits and norm={self.norm.name} QSGD's noise "
-                "exceeds the signal, and fed back it grows without end; use at least 4 bits with norm=max, or int4"
-            )
+        if self.error_feedback:
+            from swarmkit.optim.compression.qsgd import feedback_refusal
+
+            reason = feedback_refusal(self.bits, self.norm.name)
+            if reason is not None:
+                raise ValueError(f"compression.error_feedback=true: {reason}")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,6 +14,8 @@ from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
 from swarmkit.optim.compression.casting import Casting
 from swarmkit.optim.compression.codec import Codec, GatherCodec, LinearCodec, Parameters, compresses
 from swarmkit.optim.compression.plan import Plan
+from swarmkit.optim.compression.qsgd import QSGD, feedback_refusal
+from swarmkit.optim.compression.random_k import RandomK
 from swarmkit.optim.compression.rounds import GatherRound, LinearRound, Outcome, Round, ShardedRound
 from swarmkit.optim.compression.route import Route, choose
 from swarmkit.optim.compression.seeds import digest, number
@@ -64,11 +66,9 @@ class CompressedAveraging:
         """
         if not isinstance(codec, GatherCodec | LinearCodec):
             raise ValueError(f"{type(codec).__name__} is neither a gather codec nor a linear one")
-        if error_feedback and codec.name == "randomk" and codec.unbiased:
-            raise ValueError(
-                "randomk with error_feedback: scaled up for unbiasedness, its error exceeds the signal and grows "
-                "without end when fed back; use unbiased=False, or no error feedback"
-            )
+        reason = why_not_fed_back(codec, codec.parameter) if error_feedback else None
+        if reason is not None:
+            raise ValueError(f"{codec.name} with error_feedback: {reason}")
         if route is not None and not isinstance(codec, GatherCodec):
             raise ValueError(f"route={route.name}: payloads of {codec.name} can be summed, they ride all-reduces")
         self.codec = codec
@@ -102,6 +102,9 @@ class CompressedAveraging:
         found = None if parameters is None else tuple(float(parameter) for parameter in parameters)
         for parameter in set(found or ()):
             self.codec.payload_bytes((1, 1), parameter)  # raises for what is none
+            reason = why_not_fed_back(self.codec, parameter) if self.error_feedback else None
+            if reason is not None:
+                raise ValueError(f"{self.codec.name} with error_feedback: {reason}")
         self._parameters = found
 
     def compressed(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -328,6 +331,18 @@ class _Pending:
 
     def cancel(self) -> None:
         self._round.cancel()
+
+
+def why_not_fed_back(codec: Codec, parameter: float | None) -> str | None:
+    """Why what a codec leaves out with a parameter must not be added to the next contribution; None: it may be."""
+    if isinstance(codec, QSGD) and parameter is not None:
+        return feedback_refusal(parameter, codec.norm)
+    if isinstance(codec, RandomK) and codec.unbiased:
+        return (
+            "scaled up for unbiasedness, its error exceeds the signal and grows without end when fed back; "
+            "use unbiased=False, or no error feedback"
+        )
+    return None
 
 
 def check_members(state: Mapping[str, Any]) -> int | None:

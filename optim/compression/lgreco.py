@@ -14,7 +14,7 @@ from swarmkit.optim.averaging import Pending, TensorChoice
 from swarmkit.optim.collective import Reduced, RoundKey
 from swarmkit.optim.compression.allocation import Allocation, allocate
 from swarmkit.optim.compression.codec import Codec, Layout, Parameters
-from swarmkit.optim.compression.compressed import CompressedAveraging
+from swarmkit.optim.compression.compressed import CompressedAveraging, why_not_fed_back
 
 _LARGEST = 1e30  # of a table's entries: their weighted sums stay finite in float32
 _STATE = {"averaging", "sum"}
@@ -52,6 +52,7 @@ class LGreCo:
     ) -> None:
         """Wrap an averaging; `candidates` are the codec's unless given, `names` those of the tensors, for the report.
 
+        With error feedback, candidates whose errors must not be fed back are left out.
         `stride` is by how much a round's index exceeds that of the last round here: fragments take turns.
 
         Raises ValueError for a codec without a parameter, and for candidates that are none.
@@ -63,9 +64,12 @@ class LGreCo:
             raise ValueError(f"period={period}, window={window}, stride={stride}: must be at least 1")
         if not (math.isfinite(alpha) and alpha > 0):
             raise ValueError(f"alpha={alpha}: must be positive and finite")
-        self.candidates = sorted({*(codec.candidates if candidates is None else candidates), codec.parameter})
-        for candidate in self.candidates:
+        found = {*(codec.candidates if candidates is None else candidates), codec.parameter}
+        for candidate in found:
             codec.payload_bytes((64, 64), candidate)  # raises for what is none
+        if averaging.error_feedback:
+            found = {candidate for candidate in found if why_not_fed_back(codec, candidate) is None}
+        self.candidates = sorted(found)
         self.averaging = averaging
         self.period, self.window, self.alpha, self.squared = period, window, alpha, squared
         self.table: list[TensorChoice] = []  # of the last allocation; empty before one

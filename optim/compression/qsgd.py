@@ -93,6 +93,16 @@ class QSGD:
                 yield bits, (of_bucket == bits).nonzero().view(-1)
 
 
+def feedback_refusal(bits: float, norm: str) -> str | None:
+    """Why error feedback of so many bits is refused: each rounding adds more than it removes. None: it is not."""
+    if bits >= 4 and norm == "max":
+        return None
+    return (
+        f"with {bits:g} bits and norm={norm} QSGD's noise exceeds the signal, and fed back it grows without end; "
+        "use at least 4 bits with norm=max, or int4"
+    )
+
+
 def _check_bits(bits: float | None) -> int:
     if bits not in (2, 3, 4, 5, 6, 7, 8):
         raise ValueError(f"bits={bits!r}: must be a number from 2 to 8")

@@ -329,19 +329,6 @@ def test_ranks_that_differ_are_not_averaged() -> None:
     assert "failed" in LocalSwarm(2, round_timeout=5.0).run(task)
 
 
-def test_the_shared_state_of_a_stranger_is_checked() -> None:
-    lgreco = adaptive(TopK(0.05), LocalSwarm(1).collectives[0])
-    for wrong in ([2.0], [0.05, math.nan], "0.05", [True], [[0.05]], {"0": 0.05}, 0.05):
-        with pytest.raises(ValueError, match="parameters"):
-            lgreco.load_shared_state({"parameters": wrong})
-    with pytest.raises(ValueError, match="members"):
-        lgreco.load_shared_state({"parameters": [0.05], "members": -1})
-    assert lgreco.shared_state() == {"members": None, "parameters": None}
-    for right in ([0.05, 0.1, 0.05, 0.05], None):
-        lgreco.load_shared_state({"parameters": right})
-        assert lgreco.shared_state() == {"members": None, "parameters": right}
-
-
 @pytest.mark.parametrize("entry", [-1e30, 1e30, 0.0])
 def test_a_table_from_nowhere_breaks_nothing(entry: float, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = LGreCo._measure

@@ -83,6 +83,15 @@ class Adaptive(Protocol):
     table: list[TensorChoice]  # of the last choice; empty before one
 
 
+@runtime_checkable
+class Expecting(Protocol):
+    """An Averaging whose states are of certain tensors."""
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """Learn the shapes of what `begin` will get, so that a state of other tensors is refused when it is loaded."""
+        ...
+
+
 class PlainAveraging:
     """Sends tensors as they are."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swarmkit.optim.agreement import Digests
 from swarmkit.optim.anchor import Anchor
-from swarmkit.optim.averaging import Adaptive, Averaging, PlainAveraging, TensorChoice
+from swarmkit.optim.averaging import Adaptive, Averaging, Expecting, PlainAveraging, TensorChoice
 from swarmkit.optim.collective import Collective
 from swarmkit.optim.snapshot import (
     ANCESTORS,
@@ -192,6 +192,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         fits = isinstance(states, list) and len(states) == len(averagings)
         if not (fits and all(isinstance(state, Mapping) for state in cast(list[object], states))):
             raise ValueError(f"the snapshot's averaging is not a list of {len(averagings)} states")
+        self._tell_shapes()
         before = [averaging.shared_state() for averaging in averagings]
         try:
             for averaging, state in zip(averagings, cast(list[Mapping[str, Any]], states), strict=True):
@@ -200,6 +201,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for averaging, state in zip(averagings, before, strict=True):
                 averaging.load_shared_state(state)
             raise
+
+    def _tell_shapes(self) -> None:
+        """Let each averaging know what it will be given: states that come from elsewhere are checked against that."""
+        parameters = self._anchor.named_parameters()
+        for averaging, names in zip(self._averagings(), self._names_sent(), strict=True):
+            if isinstance(averaging, Expecting):
+                averaging.expect([parameters[name] for name in names])
 
     def _start_over(self, meta: Mapping[str, Any]) -> None:
         """Drop what belongs to parameters that a snapshot has just replaced; called under the lock."""
@@ -265,6 +273,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         averagings = self._averagings()
         if len(synced["averaging"]) != len(averagings):
             raise ValueError(f"state of {len(synced['averaging'])} averagings, this optimizer has {len(averagings)}")
+        self._tell_shapes()
         with self._lock:
             for averaging, state in zip(averagings, synced["averaging"], strict=True):
                 averaging.load_state_dict(state)

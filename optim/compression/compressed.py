@@ -13,11 +13,13 @@ from swarmkit.optim.averaging import Pending
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
 from swarmkit.optim.compression.casting import Casting
 from swarmkit.optim.compression.codec import Codec, GatherCodec, LinearCodec, Parameters, compresses
-from swarmkit.optim.compression.plan import Plan
+from swarmkit.optim.compression.plan import Plan, check_residual
+from swarmkit.optim.compression.powersgd import PowerSGD, check_bases
 from swarmkit.optim.compression.qsgd import QSGD, feedback_refusal
 from swarmkit.optim.compression.random_k import RandomK
 from swarmkit.optim.compression.rounds import GatherRound, LinearRound, Outcome, Round, ShardedRound
 from swarmkit.optim.compression.route import Route, choose
+from swarmkit.optim.compression.saved import read_parameters, read_tensors
 from swarmkit.optim.compression.seeds import digest, number
 from swarmkit.optim.compression.slices import CodecWire
 from swarmkit.optim.errors import KeyTaken, RoundFailed
@@ -81,6 +83,7 @@ class CompressedAveraging:
         self._seed = number(f"{seed}|{collective.peer_id}")
         self._dense = Casting("fp16")
         self._plan: Plan | None = None
+        self._expected: tuple[tuple[int, ...], ...] | None = None  # what the codec will get, before there is a plan
         self._parameters: tuple[float, ...] | None = None
         self._residual: Tensor | None = None
         self._loaded: list[Tensor] | None = None  # a residual whose layout the next contribution shows
@@ -110,6 +113,15 @@ class CompressedAveraging:
     def compressed(self, tensors: Sequence[Tensor]) -> list[int]:
         """Positions of the tensors that the codec gets: the parameters are for these."""
         return [i for i, tensor in enumerate(tensors) if compresses(self.codec, tensor.shape)]
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """See Expecting."""
+        self._expected = tuple(tuple(tensors[i].shape) for i in self.compressed(tensors))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...] | None:
+        """Of the tensors that the codec gets; None before any are known."""
+        return self._expected if self._plan is None else self._plan.layout.shapes
 
     @property
     def is_behind(self) -> bool:
@@ -279,20 +291,32 @@ class CompressedAveraging:
         self._members = check_members(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Averaging. A residual is checked against the tensors in the next `begin` when none has been before."""
+        """See Averaging. What no tensors are known for is checked against them in the next `begin`."""
         missing = sorted(set(_STATE) - set(state))
         if missing:
             raise ValueError(f"the state of the averaging lacks {missing[0]!r}")
         if state["codec"] != self.codec.name:
             raise ValueError(f"the state is of codec {state['codec']!r}, this run has {self.codec.name!r}")
-        residual = [tensor.detach().clone() for tensor in state["residual"]]
+        shapes = self.shapes
+        residual, bases = read_tensors(state["residual"], "residual"), read_tensors(state["state"], "codec's state")
+        parameters = read_parameters(state["parameters"], None if shapes is None else len(shapes))
+        counts = {len(part) for part in (residual, bases, parameters or ()) if part}
+        if len(counts) > 1:
+            raise ValueError(f"the residual, the codec's state and the parameters are of {sorted(counts)} tensors")
+        members = check_members({"members": state["members"]})
+        if type(state["seed"]) is not int or not isinstance(state["state_id"], str):
+            raise ValueError(f"seed {str(state['seed'])[:80]!r} or id {str(state['state_id'])[:80]!r} is none")
         if residual and not self.error_feedback:
             raise ValueError("the state has residuals of error feedback, this run has none")
-        if residual and self._plan is not None:
-            self._plan.check_residual(residual)
-        self.parameters = state["parameters"]
-        self._seed, self._members = int(state["seed"]), state["members"]
-        self._state, self._state_id = [tensor.detach().clone() for tensor in state["state"]], str(state["state_id"])
+        if residual and shapes is not None:
+            check_residual(residual, shapes)
+        if isinstance(self.codec, PowerSGD):
+            check_bases(bases, shapes)
+        elif bases:
+            raise ValueError(f"the state has {len(bases)} tensors of a codec's state, {self.codec.name} has none")
+        self.parameters = parameters
+        self._seed, self._members = state["seed"], members
+        self._state, self._state_id = bases, state["state_id"]
         self._stale, self._guess = False, 0
         self._residual, self._loaded = None, residual or None
 

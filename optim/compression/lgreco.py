@@ -1,5 +1,6 @@
 """L-GreCo: each tensor gets the compression at which all together take the fewest bytes (arXiv 2210.17357)."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,9 @@ from swarmkit.optim.collective import Reduced, RoundKey
 from swarmkit.optim.compression.allocation import Allocation, allocate
 from swarmkit.optim.compression.codec import Codec, Layout, Parameters
 from swarmkit.optim.compression.compressed import CompressedAveraging, why_not_fed_back
+from swarmkit.optim.compression.saved import read_tensor
 
+logger = logging.getLogger(__name__)
 _LARGEST = 1e30  # of a table's entries: their weighted sums stay finite in float32
 _STATE = {"averaging", "sum"}
 
@@ -77,7 +80,12 @@ class LGreCo:
         self._stride = stride
         self._baseline = self.candidates.index(codec.parameter)
         self._names = names
+        self._is_unchecked = False  # whether parameters came from another member before any tensors were known
         self._sum: Tensor | None = None  # of what was given to send since the window began, flat
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """See Expecting."""
+        self.averaging.expect(tensors)
 
     @property
     def codec(self) -> Codec:
@@ -99,6 +107,7 @@ class LGreCo:
         number = round.index // self._stride
         asked = number > 0 and number % self.period == 0
         recorded = weight > 0 and -(number + 1) % self.period < self.window
+        self._check_adopted(tensors)
         if not (asked or recorded):
             return self.averaging.begin(tensors, exact, round=round, weight=weight)
         if self._names is not None and len(self._names) != len(tensors):
@@ -111,6 +120,14 @@ class LGreCo:
         pending = self.averaging.begin(tensors, [*exact, *table], round=round, weight=weight)
         names = [self._names[i] if self._names is not None else str(i) for i in positions]
         return _Round(self, pending, _Asked(names, layout.shapes) if table else None, offered)
+
+    def _check_adopted(self, tensors: Sequence[Tensor]) -> None:
+        """Drop a stranger's parameters that turn out to be of other tensors than those that are sent."""
+        adopted = self.parameters if self._is_unchecked else None
+        self._is_unchecked = False
+        if adopted is not None and len(adopted) != (count := len(self.averaging.compressed(tensors))):
+            logger.warning("%d parameters came for %d tensors: the codec's own counts for all", len(adopted), count)
+            self.averaging.parameters = None
 
     def _measure(self, layout: Layout, *, contributes: bool) -> Tensor:
         """This member's table, tensors x candidates; zeros, which only scale the mean, when it has none."""
@@ -166,13 +183,16 @@ class LGreCo:
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Adopt another member's parameters, or raise ValueError and change nothing: they come from a stranger."""
-        found = state.get("parameters")
+        found, shapes = state.get("parameters"), self.averaging.shapes
         if found is not None and not (
             isinstance(found, list) and all(type(p) in (int, float) and p in self.candidates for p in found)
         ):
             raise ValueError(f"L-GreCo's parameters {str(found)[:80]} are not all among {self.candidates}")
+        if found is not None and shapes is not None and len(found) != len(shapes):
+            raise ValueError(f"L-GreCo shares {len(found)} parameters, this run sends {len(shapes)} tensors with one")
         self.averaging.load_shared_state({name: value for name, value in state.items() if name != "parameters"})
         self.averaging.parameters = found
+        self._is_unchecked = shapes is None
         self._sum, self.allocation, self.table = None, None, []
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,9 +206,21 @@ class LGreCo:
         """See Averaging. The report is empty until the next table."""
         if set(state) != _STATE:
             raise ValueError(f"the state holds {sorted(state)[:3]}, it is not of L-GreCo")
+        if not isinstance(state["averaging"], Mapping):
+            raise ValueError(f"the averaging of L-GreCo's state is a {type(state['averaging']).__name__}")
+        offered = None if state["sum"] is None else read_tensor(state["sum"], "the window's sum")
+        shapes = self.averaging.shapes
+        total = None if shapes is None else _total(shapes, self.codec.align)
+        if offered is not None and (offered.dim() != 1 or total not in (None, offered.numel())):
+            raise ValueError(f"the window's sum of the state is of shape {list(offered.shape)}, not [{total}]")
         self.averaging.load_state_dict(state["averaging"])
-        self._sum = None if state["sum"] is None else state["sum"].clone()
+        self._sum, self._is_unchecked = offered, False
         self.allocation, self.table = None, []
+
+
+def _total(shapes: Sequence[Sequence[int]], align: int) -> int:
+    """Elements of the buffer that tensors of these shapes lie in."""
+    return Layout(tuple(tuple(shape) for shape in shapes), (torch.float32,) * len(shapes), align=align).total
 
 
 def size_table(codec: Codec, shapes: Sequence[Sequence[int]], candidates: Parameters) -> NDArray[np.int64]:

@@ -68,9 +68,7 @@ class Plan:
 
     def check_residual(self, residual: Sequence[Tensor]) -> None:
         """Raise ValueError when a residual is not of the compressed tensors."""
-        found = [tuple(tensor.shape) for tensor in residual]
-        if found != list(self.layout.shapes):
-            raise ValueError(f"the residual is of tensors {found[:3]}..., these are {list(self.layout.shapes[:3])}...")
+        check_residual(residual, self.layout.shapes)
 
     # -- exact tensors in a gather -----------------------------------------------------------------------------------
 
@@ -158,6 +156,13 @@ class Plan:
         found = dict(zip(self.compressed, self.layout.split(mean), strict=True))
         found.update(zip(self.exact, exact, strict=True))
         return [found[i] for i in range(len(self.forms))]
+
+
+def check_residual(residual: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise ValueError when a residual is not of tensors of these shapes."""
+    found = [tuple(tensor.shape) for tensor in residual]
+    if found != list(shapes):
+        raise ValueError(f"the residual is of tensors {found[:3]}..., these are {list(shapes[:3])}...")
 
 
 def _forms(tensors: Sequence[Tensor]) -> tuple[_Form, ...]:

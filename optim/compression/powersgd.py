@@ -115,6 +115,14 @@ def _check_rank(rank: float | None) -> int:
     return int(rank)
 
 
+def check_bases(state: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None) -> None:
+    """Raise ValueError for what are not matrices with as many rows as these tensors, where known, have columns."""
+    if any(q.dim() != 2 for q in state):
+        raise ValueError(f"the bases that PowerSGD starts from are {[list(q.shape) for q in state[:3]]}, not matrices")
+    if state and shapes is not None and [q.shape[0] for q in state] != [_matrix(shape)[1] for shape in shapes]:
+        raise ValueError("the bases that PowerSGD starts from are of other tensors")
+
+
 def _alike(matrices: Sequence[Tensor], ranks: Sequence[int]) -> list[list[int]]:
     """Positions of the matrices of equal shape and rank, which are multiplied together."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -150,8 +158,7 @@ def _orthogonal(groups: list[list[int]], columns: Sequence[Tensor]) -> list[Tens
 
 def _start(matrices: Sequence[Tensor], ranks: Sequence[int], state: Sequence[Tensor]) -> list[Tensor]:
     """What to multiply with first: the last Q, cut or filled up with seeded columns when the rank has changed."""
-    if state and [q.shape[0] for q in state] != [matrix.shape[1] for matrix in matrices]:
-        raise ValueError("the bases that PowerSGD starts from are of other tensors")
+    check_bases(state, [matrix.shape for matrix in matrices])
     found = []
     for i, (matrix, rank) in enumerate(zip(matrices, ranks, strict=True)):
         warm = state[i].to(matrix.device)[:, :rank] if state else matrix.new_empty(matrix.shape[1], 0)

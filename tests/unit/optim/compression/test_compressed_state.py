@@ -102,6 +102,59 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         used.begin([torch.ones(900)], round=RoundKey("x", 1), weight=1.0)
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("key", "wrong", "words"),
+    [
+        ("residual", None, "is a NoneType, not a list of tensors"),
+        ("residual", ["x"], "is a str, not a tensor"),
+        ("residual", [torch.zeros(24, 20, dtype=torch.int64)], "torch.int64"),
+        ("residual", [torch.full((24, 20), float("nan"))], "not finite"),
+        ("state", [torch.zeros(20, 4, dtype=torch.float64)], "torch.float64"),
+        ("state", [torch.full((20, 4), float("nan"))] * 2, "not finite"),
+        ("state", [torch.zeros(20), torch.zeros(45)], "not matrices"),
+        ("state", 7, "is a int, not a list"),
+        ("residual", [torch.zeros(24, 20)], r"of \[1, 2\] tensors"),
+        ("parameters", [1.0, 2.0, 3.0], "parameters"),
+        ("parameters", "abc", "not a list of finite numbers"),
+        ("parameters", [float("nan")] * 2, "not a list of finite numbers"),
+        ("parameters", [True, 1], "not a list of finite numbers"),
+        ("members", "many", "members"),
+        ("members", -5, "members"),
+        ("members", 10**30, "members"),
+        ("seed", "zz", "seed 'zz'"),
+        ("state_id", None, "id 'None'"),
+    ],
+)
+def test_a_damaged_state_is_refused_when_it_is_loaded(key: str, wrong: Any, words: str, known: bool) -> None:
+    source = averaging_of("powersgd", LocalSwarm(1).collectives[0], error_feedback=True)
+    source.begin(contribution(0), round=RoundKey("x", 0), weight=1.0).result()
+    target = source if known else averaging_of("powersgd", LocalSwarm(1).collectives[0], error_feedback=True)
+    before = target.state_dict()
+    with pytest.raises(ValueError, match=words):
+        target.load_state_dict({**source.state_dict(), key: wrong})
+    assert equal_states(target.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "words"),
+    [
+        ("residual", [torch.zeros(3)] * 2, "residual is of tensors"),
+        ("state", [torch.zeros(3, 4)] * 2, "bases that PowerSGD starts from are of other tensors"),
+        ("parameters", [1.0], "1 of the codec's parameters, for 2 tensors"),
+    ],
+)
+def test_a_state_of_other_tensors_than_those_expected_is_refused(key: str, wrong: Any, words: str) -> None:
+    source = averaging_of("powersgd", LocalSwarm(1).collectives[0], error_feedback=True)
+    source.begin(contribution(0), round=RoundKey("x", 0), weight=1.0).result()
+    target = averaging_of("powersgd", LocalSwarm(1).collectives[0], error_feedback=True)
+    target.expect(contribution(0))
+    with pytest.raises(ValueError, match=words):
+        target.load_state_dict({**source.state_dict(), key: wrong})
+    target.load_state_dict(source.state_dict())
+    assert equal_states(target.state_dict(), source.state_dict())
+
+
 @pytest.mark.parametrize("given", [7, torch.Generator().manual_seed(7)])
 def test_draws_depend_on_the_seed_the_peer_and_the_round_alone(given: Any) -> None:
     def draws(seed: Any, index: int, rank: int = 0) -> Tensor:

@@ -1,15 +1,20 @@
 """L-GreCo: which candidates there are, and what is refused of states from elsewhere."""
 
+import logging
 import math
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from swarmkit.optim import AllReduce
 from swarmkit.optim.compression.compressed import CompressedAveraging
 from swarmkit.optim.compression.lgreco import LGreCo
 from swarmkit.optim.compression.qsgd import QSGD
 from swarmkit.optim.compression.sparse import TopK
 from swarmkit.peers.local import LocalSwarm
-from tests.unit.optim.compression.test_lgreco import adaptive
+from tests.unit.optim.compression.test_lgreco import adaptive, average
 
 
 @pytest.mark.parametrize("candidates", [None, [2, 3, 4, 6]])
@@ -39,3 +44,52 @@ def test_the_shared_state_of_a_stranger_is_checked() -> None:
     for right in ([0.05, 0.1, 0.05, 0.05], None):
         lgreco.load_shared_state({"parameters": right})
         assert lgreco.shared_state() == {"members": None, "parameters": right}
+
+
+def test_parameters_for_another_number_of_tensors_are_refused_with_the_snapshot() -> None:
+    collective = LocalSwarm(1).collectives[0]
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    lgreco = adaptive(TopK(0.05), collective)
+    optimizer = AllReduce(torch.optim.SGD(model.parameters(), lr=0.1), collective=collective, averaging=lgreco)
+    tensors, meta = optimizer.snapshot()
+    for wrong in ([0.05], [0.05] * 3, [0.05] * 100_000):
+        meta["averaging"] = [{"members": 1, "parameters": wrong}]
+        with pytest.raises(ValueError, match="this run sends 2 tensors"):
+            optimizer.load_snapshot(tensors, meta)
+        assert lgreco.parameters is None
+    meta["averaging"] = [{"members": 1, "parameters": [0.05, 0.1]}]
+    optimizer.load_snapshot(tensors, meta)
+    assert lgreco.parameters == (0.05, 0.1)
+
+
+def test_parameters_that_turn_out_to_be_of_other_tensors_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    lgreco = adaptive(TopK(0.05), LocalSwarm(1).collectives[0])
+    lgreco.load_shared_state({"members": 1, "parameters": [0.1] * 7})
+    with caplog.at_level(logging.WARNING):
+        assert average(lgreco, 0, 1).members == ("local0",)
+    assert "7 parameters came for 4 tensors" in caplog.text
+    assert lgreco.parameters is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("x", "is a str, not a tensor"),
+        (torch.zeros(3), r"shape \[3\]"),
+        (torch.zeros(1, 9000), "shape"),
+        (torch.full((9000,), math.nan), "not finite"),
+        (torch.zeros(9000, dtype=torch.float64), "torch.float64"),
+    ],
+)
+def test_a_saved_window_that_is_none_is_refused_and_changes_nothing(wrong: Any, words: str) -> None:
+    lgreco = adaptive(TopK(0.05), LocalSwarm(1).collectives[0])
+    for step in range(4):
+        average(lgreco, 0, step)
+    before = lgreco.state_dict()
+    with pytest.raises(ValueError, match=words):
+        lgreco.load_state_dict({**before, "sum": wrong})
+    with pytest.raises(ValueError, match="is a NoneType"):
+        lgreco.load_state_dict({**before, "averaging": None})
+    after = lgreco.state_dict()
+    assert isinstance(before["sum"], Tensor)
+    assert torch.equal(after["sum"], before["sum"])

@@ -9,6 +9,7 @@ from swarmkit.checks import at_least, positive
 if TYPE_CHECKING:
     from swarmkit.optim import Collective
     from swarmkit.optim.averaging import Averaging
+    from swarmkit.optim.compression.codec import Codec
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,26 +240,36 @@ def _check_density(value: float) -> None:
         raise ValueError(f"compression.density={value}: a share, above 0 and at most 1")
 
 
+def _build_codec(config: CodecConfig) -> "Codec":
+    from swarmkit.optim.compression import make_codec
+
+    settings: dict[str, Any] = {
+        entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in _NOT_THE_CODECS
+    }
+    plain = {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()}
+    return make_codec(config.name, **plain)
+
+
+def feeds_back(config: CodecConfig) -> bool:
+    """Whether what the codec leaves out is kept for the next round, with null resolved."""
+    return _build_codec(config).contractive if config.error_feedback is None else config.error_feedback
+
+
 def build_averaging(
     config: CompressionConfig, collective: "Collective", *, seed: int, fragment: int = 0, fragments: int = 1
 ) -> "Averaging | None":
     """What averages through the codec that a configuration names, one for each fragment; None for no codec."""
     if not isinstance(config, CodecConfig):
         return None
-    from swarmkit.optim.compression import CompressedAveraging, LGreCo, Route, make_codec
+    from swarmkit.optim.compression import CompressedAveraging, LGreCo, Route
 
-    settings: dict[str, Any] = {
-        entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in _NOT_THE_CODECS
-    }
-    plain = {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()}
-    codec = make_codec(config.name, **plain)
-    feedback = codec.contractive if config.error_feedback is None else config.error_feedback
+    codec = _build_codec(config)
     # A seed of its own for each fragment: equal draws would not be independent.
     name = config.route if isinstance(config, GatherCodecConfig) else RouteName.auto
     averaging = CompressedAveraging(
         codec,
         collective,
-        error_feedback=feedback,
+        error_feedback=feeds_back(config),
         generator=seed + 1_000_003 * fragment,
         route=None if name is RouteName.auto else Route[name.name],
     )

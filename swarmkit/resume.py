@@ -1,15 +1,14 @@
 """Which checkpoint each peer begins from when a run is resumed, on as many peers or on others."""
 
-import dataclasses
 import re
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarmkit.checkpoint import MANIFEST, read_meta, verify
 from swarmkit.config import Config, config_from_json
 from swarmkit.errors import CheckpointError
+from swarmkit.resume_fit import as_override, settings, unfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,30 +81,29 @@ def find_whole(path: Path) -> list[Found]:
 
 
 def check_fit(path: Path, config: Config) -> None:
-    """Raise CheckpointError when a whole checkpoint is of another model or strategy, or of a run that has ended."""
+    """Raise CheckpointError when a run cannot go on from a whole checkpoint, naming what to change.
+
+    It may be of another model or strategy, its optimizer state may depend on settings that are others now, or its run
+    has ended. One that says nothing of its configuration, written by somebody's own loop, passes.
+    """
     meta = read_meta(path)
     if not isinstance(meta.get("config"), str):
-        return  # written by somebody's own loop
+        return
     theirs = config_from_json(meta["config"])
     for group in ("model", "strategy"):
-        wanted = _settings(group, getattr(theirs, group))
-        if wanted != (have := _settings(group, getattr(config, group))) and _decides(group, wanted, have):
-            repeat = " ".join(f"{key}={value}" for key, value in wanted.items() if have.get(key) != value)
+        wanted, have = settings(group, getattr(theirs, group)), settings(group, getattr(config, group))
+        if wanted[group] != have[group] or (group == "model" and wanted != have):
+            known = have if wanted[group] == have[group] else settings(group, type(getattr(theirs, group))())
+            known[group] = have[group]
+            repeat = " ".join(as_override(key, value) for key, value in wanted.items() if known.get(key) != value)
             raise CheckpointError(f"resume={path}: it is of another {group}; repeat its settings: {repeat}")
+    if others := unfit(theirs, config):
+        told = ", ".join(f"{as_override(key, saved)} (not {as_override(key, given)})" for key, saved, given in others)
+        raise CheckpointError(f"resume={path}: its optimizer state needs {told}")
     if int(meta["step"]) >= config.steps:
         raise CheckpointError(
             f"resume={path}: it is at step {meta['step']} and training ends at steps={config.steps}; raise steps"
         )
-
-
-def _settings(group: str, part: object) -> dict[str, object]:
-    values = {f"{group}.{key}": value for key, value in dataclasses.asdict(part).items() if key != "name"}  # type: ignore[call-overload]
-    return {group: getattr(part, "name", ""), **values}
-
-
-def _decides(group: str, wanted: Mapping[str, object], have: Mapping[str, object]) -> bool:
-    """Whether a difference makes the state unusable: any of the model, of a strategy only which one it is."""
-    return group == "model" or wanted[group] != have[group]
 
 
 def plan_resume(path: Path) -> Plan:

@@ -1,16 +1,24 @@
 """Which checkpoint each peer begins from."""
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from swarmkit import checkpoint
+from swarmkit.compose import load_config
+from swarmkit.compression import CompressionConfig, Int4Config, LGreCoConfig, TopKConfig
 from swarmkit.config import Config, config_to_json
 from swarmkit.errors import CheckpointError
+from swarmkit.inner import SGDConfig
 from swarmkit.models.config import GPTConfig
 from swarmkit.resume import check_fit, find_checkpoints, plan_resume
-from swarmkit.strategy import AllReduceConfig, LocalSGDConfig, SyncConfig
+from swarmkit.resume_fit import as_override
+from swarmkit.strategy import AllReduceConfig, CO2Config, DiLoCoConfig, FragmentBy, LocalSGDConfig, SyncConfig
 
 
 def save(
@@ -87,8 +95,72 @@ def test_a_checkpoint_of_another_model_or_strategy_is_refused_with_what_to_repea
     check_fit(path, Config(model=GPTConfig(layers=2, dim=64), strategy=LocalSGDConfig(sync=SyncConfig(h=4))))
     with pytest.raises(CheckpointError, match=r"of another model; repeat its settings: model.layers=2 model.dim=64$"):
         check_fit(path, Config())
-    with pytest.raises(CheckpointError, match="of another strategy; repeat its settings: strategy=local_sgd"):
+    with pytest.raises(CheckpointError, match="of another strategy; repeat its settings: strategy=local_sgd$"):
         check_fit(path, Config(model=GPTConfig(layers=2, dim=64), strategy=AllReduceConfig()))
+
+
+EAGER = DiLoCoConfig(eager=True, fragments=2, sync=SyncConfig(h=6))
+TOP_K = TopKConfig(density=0.05)
+
+
+def test_the_settings_to_repeat_can_be_pasted(tmp_path: Path) -> None:
+    path = save(tmp_path, "peer-0", 20, config=Config(strategy=EAGER))
+    with pytest.raises(CheckpointError) as caught:
+        check_fit(path, Config(strategy=CO2Config()))
+    overrides = str(caught.value).partition("repeat its settings: ")[2].split()
+    assert overrides[:2] == ["strategy=diloco", "strategy.sync.h=6"]
+    assert not any("rule" in override or "nesterov" in override for override in overrides)
+    assert load_config(overrides).strategy == EAGER
+
+
+@pytest.mark.parametrize(("value", "typed"), [(None, "null"), (True, "true"), ("true", "'true'"), ([1, "a b"], None)])
+def test_a_value_is_typed_as_the_command_line_reads_it(value: object, typed: str | None) -> None:
+    override = shlex.split(as_override("key", value))[0]
+    assert typed is None or override == f"key={typed}"
+    assert OverridesParser.create().parse_override(override).value() == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"compression": Int4Config()}, "compression=topk (not compression=int4)"),
+        ({"compression": CompressionConfig()}, "compression=topk (not compression=none)"),
+        (
+            {"compression": replace(TOP_K, error_feedback=False)},
+            "compression.error_feedback=true (not compression.error_feedback=false)",
+        ),
+        ({"compression": replace(TOP_K, min_size=0)}, "compression.min_size=1024 (not compression.min_size=0)"),
+        (
+            {"compression": replace(TOP_K, lgreco=LGreCoConfig(period=3))},
+            "compression.lgreco.period=0 (not compression.lgreco.period=3)",
+        ),
+        ({"strategy": replace(EAGER, fragments=3)}, "strategy.fragments=2 (not strategy.fragments=3)"),
+        (
+            {"strategy": replace(EAGER, fragment_by=FragmentBy.layer)},
+            "strategy.fragment_by=strided (not strategy.fragment_by=layer)",
+        ),
+        ({"strategy": replace(EAGER, eager=False)}, "strategy.eager=true (not strategy.eager=false)"),
+        ({"optimizer": SGDConfig()}, "optimizer=adamw (not optimizer=sgd)"),
+    ],
+)
+def test_what_the_saved_state_depends_on_is_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    saved = Config(strategy=EAGER, compression=TOP_K)
+    path = save(tmp_path, "peer-0", 20, config=saved)
+    with pytest.raises(CheckpointError) as caught:
+        check_fit(path, replace(saved, **changes))
+    assert str(caught.value) == f"resume={path}: its optimizer state needs {named}"
+
+
+def test_what_the_saved_state_does_not_depend_on_may_change(tmp_path: Path) -> None:
+    saved = Config(strategy=EAGER, compression=TOP_K)
+    path = save(tmp_path, "peer-0", 20, config=saved)
+    check_fit(path, replace(saved, strategy=replace(EAGER, outer_lr=0.4, sync=SyncConfig(h=9))))
+    check_fit(path, replace(saved, compression=replace(TOP_K, density=0.1, error_feedback=True)))
+    check_fit(path, replace(saved, steps=500, batch_size=4, peers=3))
+
+
+def test_a_checkpoint_without_a_configuration_fits(tmp_path: Path) -> None:
+    check_fit(save(tmp_path, "peer-0", 20), Config(compression=TOP_K))
 
 
 def test_a_run_that_has_ended_is_not_resumed_without_more_steps(tmp_path: Path) -> None:

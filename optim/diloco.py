@@ -31,9 +31,10 @@ class DiLoCo(OverlappedOptimizer):
     the outer momentum is 0.9, and 0 with either: late steps with momentum never settle among four peers or more.
 
     `fragments=k` cuts the model into k parts that meet one after the other, a k-th of a window apart: the same bytes,
-    a k-th of the peak. `fragment_by` says how (see `partition`). A fragment's result is adopted `overlap_steps` inner
-    steps after its round began, as `mixing` times the local parameters plus 1 - mixing times the anchor; with `eager`
-    when the fragment's next round begins.
+    and of the peak a k-th, or as much of it as the largest layer is of the model (`fragment_shares`): layers, as an
+    embedding, are never cut. `fragment_by` says how (see `partition`). A fragment's result is adopted `overlap_steps`
+    inner steps after its round began, as `mixing` times the local parameters plus 1 - mixing times the anchor; with
+    `eager` when the fragment's next round begins.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """OverlappedOptimizer: rounds of pseudo-gradients that fly while training goes on, of a whole model or of fragments."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -16,8 +17,11 @@ from swarmkit.optim.flights import FlyingOptimizer
 from swarmkit.optim.fragments import Fragment
 from swarmkit.optim.lead import Lead, LeadOf
 from swarmkit.optim.options import Windows
-from swarmkit.optim.partition import FragmentBy, partition
+from swarmkit.optim.partition import FragmentBy, layer_of, partition
 from swarmkit.optim.synced import Closure
+
+logger = logging.getLogger(__name__)
+_UNEVEN = 1.5  # the largest fragment, beside an even share, from which it is worth a word
 
 
 class OverlappedOptimizer(FlyingOptimizer):
@@ -76,6 +80,7 @@ class OverlappedOptimizer(FlyingOptimizer):
         self._averaging_for = averaging_for
         self._made: dict[int, Averaging] = {}
         super().__init__(inner, **options)
+        self._tell_of_uneven()
 
     # -- fragments ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +92,25 @@ class OverlappedOptimizer(FlyingOptimizer):
             Fragment(number=i, part=self._anchor.part(group), averaging=self._averaging_of(i))
             for i, group in enumerate(groups)
         ]
+
+    @property
+    def fragment_shares(self) -> list[float]:
+        """The share of the model that each fragment has; the largest says what is left of the peak."""
+        sizes = [sum(held.numel() for held in fragment.part.tensors) for fragment in self._fragments]
+        return [size / (sum(sizes) or 1) for size in sizes]
+
+    def _tell_of_uneven(self) -> None:
+        shares = self.fragment_shares
+        most = max(shares)
+        if most * self._count < _UNEVEN:
+            return
+        part = self._fragments[shares.index(most)].part
+        name, _ = max(zip(part.names, part.tensors, strict=True), key=lambda pair: pair[1].numel())
+        logger.warning(
+            "fragments=%d: the largest has %.0f %% of the model, because layer %r is not cut; its rounds take as long "
+            "as with %d fragments",
+            *(self._count, 100 * most, layer_of(name), max(1, round(1 / most))),
+        )
 
     def _averaging_of(self, number: int) -> Averaging:
         if self._averaging_for is None:

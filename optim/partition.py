@@ -1,6 +1,8 @@
-"""How a model is cut into fragments: layers dealt out in turn, or runs of neighbouring layers (arXiv 2501.18512)."""
+"""How a model is cut into fragments: layers dealt out by size, or runs of neighbouring layers (arXiv 2501.18512)."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Literal
 
 FragmentBy = Literal["strided", "layer"]
@@ -10,15 +12,19 @@ def partition(names: Sequence[str], sizes: Sequence[int], count: int, by: Fragme
     """Positions of the parameters of each of `count` fragments, each position once and in order.
 
     The parameters of one layer stay together: a layer is what shares a name up to its number ("blocks.3."), or else the
-    module. "strided" deals the numbered layers out in turn, so that every fragment has early and late ones, and gives
-    the others (embeddings, head), largest first, to the smallest fragment; "layer" cuts the layers as they come into
-    runs of about equal size. Raises ValueError when there are fewer layers than fragments.
+    module. "strided" deals the layers out, the largest first, each to the smallest fragment: blocks of one size go
+    round in turn, so that every fragment has early and late ones, and a layer above a `count`-th of the model has a
+    fragment to itself. "layer" cuts the layers as they come into runs, of which the largest is as small as can be.
+
+    No fragment is larger than (total + (count - 1) * largest layer) / count (Graham 1969; Pinar and Aykanat 2004), nor
+    with "strided" than both the largest layer and 2 / `count` of the total. Raises ValueError when there are fewer
+    layers than fragments.
     """
     if by not in ("strided", "layer"):
         raise ValueError(f"fragment_by={by!r}: must be strided or layer")
     layers: dict[str, list[int]] = {}
     for i, name in enumerate(names):
-        layers.setdefault(_layer(name), []).append(i)
+        layers.setdefault(layer_of(name), []).append(i)
     if len(layers) < count:
         raise ValueError(f"fragments={count}: the model has only {len(layers)} layers")
     weights = {layer: sum(sizes[i] for i in positions) for layer, positions in layers.items()}
@@ -26,7 +32,8 @@ def partition(names: Sequence[str], sizes: Sequence[int], count: int, by: Fragme
     return [sorted(i for layer in group for i in layers[layer]) for group in deal(weights, count)]
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -37,11 +44,7 @@ def _layer(name: str) -> str:
 def _deal(weights: dict[str, int], count: int) -> list[list[str]]:
     groups: list[list[str]] = [[] for _ in range(count)]
     held = [0] * count
-    numbered = [layer for layer in weights if layer.rpartition(".")[2].isdigit()]
-    for i, layer in enumerate(numbered):
-        groups[i % count].append(layer)
-        held[i % count] += weights[layer]
-    for layer in sorted(set(weights) - set(numbered), key=lambda found: (-weights[found], found)):
+    for layer in sorted(weights, key=lambda found: -weights[found]):  # of equal ones, the earlier first
         # An empty fragment first, whatever the sizes: each must have something to send.
         smallest = min(range(count), key=lambda p: (bool(groups[p]), held[p], p))
         groups[smallest].append(layer)
@@ -50,14 +53,32 @@ def _deal(weights: dict[str, int], count: int) -> list[list[str]]:
 
 
 def _cut(weights: dict[str, int], count: int) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    total, done = sum(weights.values()), 0
-    layers = list(weights)
-    for i, layer in enumerate(layers):
-        full = done + weights[layer] / 2 > total * len(groups) / count
-        must = len(layers) - i <= count - len(groups)  # one layer for each fragment that is left
-        if groups[-1] and len(groups) < count and (full or must):
-            groups.append([])
-        groups[-1].append(layer)
-        done += weights[layer]
-    return groups
+    """Runs whose largest is as small as can be, and of these the most even: those with the least sum of squares."""
+    layers, sizes = list(weights), list(weights.values())
+    limit = bisect_left(
+        range(sum(sizes)), True, lo=max(sizes, default=0), key=lambda most: _num_runs(sizes, most) <= count
+    )
+    start_of = list(accumulate(sizes, initial=0))
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # by layers used: sum of squares, where runs end
+    for run in range(count):
+        longer: dict[int, tuple[int, list[int]]] = {}
+        for start, (squares, ends) in best.items():
+            for end in range(start + 1, len(layers) - (count - run - 1) + 1):  # one layer for each run that is left
+                size = start_of[end] - start_of[start]
+                if size > limit:
+                    break
+                found = squares + size**2, [*ends, end]
+                longer[end] = min(found, longer.get(end, found))
+        best = longer
+    ends = best[len(layers)][1]
+    return [layers[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _num_runs(sizes: Sequence[int], most: int) -> int:
+    """The fewest runs of at most that size each, where no single one is larger."""
+    runs, held = 1, 0
+    for size in sizes:
+        held += size
+        if held > most:
+            runs, held = runs + 1, size
+    return runs

@@ -31,7 +31,7 @@ class SyncRule(Enum):
 class FragmentBy(Enum):
     """How a model is cut into fragments."""
 
-    strided = "strided"  # layers dealt out in turn, so that every fragment has early and late ones
+    strided = "strided"  # layers dealt out by size: each fragment has early and late blocks
     layer = "layer"  # runs of neighbouring layers
 
 

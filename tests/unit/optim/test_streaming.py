@@ -11,7 +11,6 @@ from torch import Tensor
 
 from swarmkit.optim import Collective, DiLoCo, Every, PlainAveraging, RoundReport, SyncedOptimizer, parameter_names
 from swarmkit.optim.overlapped import OverlappedOptimizer
-from swarmkit.optim.partition import partition
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from tests.unit.optim import by_hand
 from tests.unit.optim.replicas import Net, Quadratics, adamw, same, sgd, train, trajectories
@@ -284,51 +283,6 @@ def test_i21_and_i23_notice_a_first_window_of_one_step_more(monkeypatch: pytest.
     monkeypatch.setattr(Every, "next_window", lambda self, step, lr: self.h + (step == 0))
     assert distance(paths(), expected) > 1e-3
     assert [report.window for report in reports_of(sync=Every(8), steps=16, finish=False)] == [9]
-
-
-# -- how a model is cut ------------------------------------------------------------------------------------------------
-
-GPT = ["embed.weight"] + [f"blocks.{i}.{part}.weight" for i in range(6) for part in ("attn", "mlp")] + ["head.weight"]
-SIZES = [90] + [30, 50] * 6 + [70]
-
-
-def groups(count: int, by: Any) -> list[set[str]]:
-    names = [name.removesuffix(".weight").removesuffix(".attn").removesuffix(".mlp") for name in GPT]
-    return [{names[i] for i in group} for group in partition(GPT, SIZES, count, by)]
-
-
-def test_strided_fragments_have_early_and_late_blocks_and_layers_stay_together() -> None:
-    assert groups(3, "strided") == [
-        {"embed", "blocks.0", "blocks.3"},
-        {"head", "blocks.1", "blocks.4"},
-        {"blocks.2", "blocks.5"},
-    ]
-    assert groups(3, "layer") == [
-        {"embed", "blocks.0", "blocks.1"},
-        {"blocks.2", "blocks.3"},
-        {"blocks.4", "blocks.5", "head"},
-    ]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=12),
-    count=st.integers(1, 12),
-    by=st.sampled_from(["strided", "layer"]),
-    numbered=st.integers(0, 12),
-)
-def test_every_parameter_is_in_one_fragment_and_no_fragment_is_empty(
-    sizes: list[int], count: int, by: Any, numbered: int
-) -> None:
-    names = [f"blocks.{i}.w" if i < numbered else f"part{i}" for i in range(len(sizes))]
-    if count > len(sizes):
-        with pytest.raises(ValueError, match="layers"):
-            partition(names, sizes, count, by)
-        return
-    found = partition(names, sizes, count, by)
-    assert len(found) == count
-    assert all(found)
-    assert sorted(i for group in found for i in group) == list(range(len(sizes)))
 
 
 def test_refuses_what_cannot_be_cut_or_shared() -> None:

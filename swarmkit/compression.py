@@ -155,10 +155,9 @@ class TernaryConfig(GatherCodecConfig):
         if self.clip is not None:
             positive("compression", self, "clip")
         if self.error_feedback:
-            raise ValueError(
-                "compression.error_feedback=true: TernGrad's noise exceeds the signal, and fed back it grows without "
-                "end; leave it off, or use topk or int4"
-            )
+            from swarmkit.optim.compression.ternary import FEEDBACK_REFUSAL
+
+            raise ValueError(f"compression.error_feedback=true: {FEEDBACK_REFUSAL}")
 
 
 class Precision(Enum):

@@ -22,6 +22,7 @@ from swarmkit.optim.compression.route import Route, choose
 from swarmkit.optim.compression.saved import read_parameters, read_tensors
 from swarmkit.optim.compression.seeds import digest, number
 from swarmkit.optim.compression.slices import CodecWire
+from swarmkit.optim.compression.ternary import FEEDBACK_REFUSAL, TernGrad
 from swarmkit.optim.errors import KeyTaken, RoundFailed
 from swarmkit.optim.norms import is_finite
 
@@ -361,6 +362,8 @@ def why_not_fed_back(codec: Codec, parameter: float | None) -> str | None:
     """Why what a codec leaves out with a parameter must not be added to the next contribution; None: it may be."""
     if isinstance(codec, QSGD) and parameter is not None:
         return feedback_refusal(parameter, codec.norm)
+    if isinstance(codec, TernGrad):
+        return FEEDBACK_REFUSAL
     if isinstance(codec, RandomK) and codec.unbiased:
         return (
             "scaled up for unbiasedness, its error exceeds the signal and grows without end when fed back; "

@@ -94,7 +94,11 @@ class QSGD:
 
 
 def feedback_refusal(bits: float, norm: str) -> str | None:
-    """Why error feedback of so many bits is refused: each rounding adds more than it removes. None: it is not."""
+    """Why error feedback of so many bits is refused: each rounding adds more than it removes. None: it is not.
+
+    With the largest magnitude as the scale each residual is below a step, so in the largest magnitude X of what comes
+    in they stay below X / (s - 1), however large the bucket. With the L2 norm nothing holds them from s**2 numbers on.
+    """
     if bits >= 4 and norm == "max":
         return None
     return (

@@ -20,6 +20,9 @@ from swarmkit.optim.compression.codec import (
 _RUN = 320  # elements of a tensor's share of the buffer: of whole bytes, five numbers each
 _TINY = torch.finfo(torch.float32).tiny
 _MAX = torch.finfo(torch.float32).max
+FEEDBACK_REFUSAL = (
+    "TernGrad's noise exceeds the signal, and fed back it grows without end; leave it off, or use topk or int4"
+)
 
 
 class TernGrad:

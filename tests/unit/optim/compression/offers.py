@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from swarmkit.optim.collective import Collective, Gathered, Reduced, RoundKey
-from swarmkit.optim.compression import CompressedAveraging, make_codec
+from swarmkit.optim.compression import CODECS, CompressedAveraging, make_codec
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.optim.shards import Wire
 
+FED = tuple(name for name in CODECS if name != "ternary")  # what they leave out may be fed back
 SHAPES: list[tuple[int, ...]] = [(24, 20), (30,), (6, 5, 3, 3), ()]
 
 

@@ -14,13 +14,12 @@ from swarmkit.optim.compression import CODECS, CompressedAveraging, GatherCodec,
 from swarmkit.optim.compression.codec import round_trip
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.peers.local import LocalCollective, LocalSwarm
-from tests.unit.optim.compression.offers import Recorder, averaging_of, contribution, exact_ones, weighted
+from tests.unit.optim.compression.offers import FED, Recorder, averaging_of, contribution, exact_ones, weighted
 
 # -- the mean ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error_feedback", [False, True])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("name", "error_feedback"), [*((n, False) for n in CODECS), *((n, True) for n in FED)])
 def test_three_replicas_get_the_same_weighted_mean_of_what_their_codecs_leave(name: str, error_feedback: bool) -> None:
     weights = [1.0, 2.0, 4.0]
 
@@ -82,7 +81,7 @@ def test_members_draw_independently_so_that_the_mean_is_nearer_than_each(name: s
     assert found[0].unique().numel() > one.unique().numel()
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FED)
 def test_a_weight_of_0_has_no_influence_and_learns_the_mean(name: str) -> None:
     def task(collective: LocalCollective, rank: int, scale: float) -> tuple[Reduced, dict[str, Any]]:
         averaging = averaging_of(name, collective, error_feedback=True)
@@ -150,9 +149,21 @@ def test_what_has_no_mean_and_weights_that_are_none_are_refused() -> None:
             averaging.begin(contribution(0), round=RoundKey("x", 0), weight=weight)
 
 
-def test_error_feedback_of_a_scaled_up_random_k_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="grows without end"):
-        CompressedAveraging(make_codec("randomk"), LocalSwarm(1).collectives[0], error_feedback=True)
+@pytest.mark.parametrize(
+    ("name", "settings", "way_out"),
+    [
+        ("randomk", {}, "use unbiased=False"),
+        ("ternary", {}, "use topk or int4"),
+        ("ternary", {"clip": None}, "use topk or int4"),
+        ("qsgd", {"bits": 3}, "use at least 4 bits with norm=max"),
+        ("qsgd", {"norm": "l2"}, "use at least 4 bits with norm=max"),
+    ],
+)
+def test_error_feedback_whose_noise_grows_is_refused_with_the_reason(
+    name: str, settings: dict[str, Any], way_out: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{name} with error_feedback: .*grows without end.*{way_out}"):
+        CompressedAveraging(make_codec(name, **settings), LocalSwarm(1).collectives[0], error_feedback=True)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from swarmkit.optim.collective import RoundKey
 from swarmkit.optim.compression import (
-    CODECS,
     E3M0,
     QSGD,
     Blockwise,
@@ -27,6 +26,7 @@ from swarmkit.optim.compression import (
 from swarmkit.optim.compression.blockwise import from_grid, to_grid
 from swarmkit.optim.compression.codec import Exchanged, Layout
 from swarmkit.peers.local import LocalCollective, LocalSwarm
+from tests.unit.optim.compression.offers import FED
 
 Noisy = Callable[[torch.Generator], Tensor]
 
@@ -152,13 +152,31 @@ def telescopes(averaging: CompressedAveraging, tensors: list[Tensor]) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(CODECS)), st.integers(1, 6), st.integers(0, 1000))
+@given(st.sampled_from(sorted(FED)), st.integers(1, 6), st.integers(0, 1000))
 def test_error_feedback_telescopes_for_any_codec(name: str, rounds: int, seed: int) -> None:
     """(24) (I25) Sum of what was sent = sum of what was to be sent - residual."""
     parameters: dict[str, Any] = {"unbiased": False} if name == "randomk" else {}
     codec = make_codec(name, min_size=0, **parameters)
     averaging = CompressedAveraging(codec, LocalSwarm(1).collectives[0], error_feedback=True)
     assert telescopes(averaging, [normal(24, 20, seed=seed + i) for i in range(rounds)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([64, 512, 4096]), st.sampled_from([4, 5, 8]), st.floats(1, 1e4), st.integers(0, 1000))
+def test_residuals_of_qsgd_stay_below_a_bound_however_large_the_bucket(
+    bucket: int, bits: int, outlier: float, seed: int
+) -> None:
+    """By the largest magnitude X of what comes in: below X / (s - 1), also where the noise has the larger norm."""
+    codec = make_codec("qsgd", bits=bits, bucket=bucket, min_size=0)
+    averaging = CompressedAveraging(codec, LocalSwarm(1).collectives[0], error_feedback=True, generator=seed)
+    largest = 0.0
+    for index in range(20):
+        tensor = normal(4096, seed=seed + index)
+        tensor[::512] = outlier
+        largest = max(largest, float(tensor.abs().max()))
+        averaging.begin([tensor], round=RoundKey("x", index), weight=1.0).result()
+        (residual,) = averaging.state_dict()["residual"]
+        assert float(residual.abs().max()) <= largest / (2 ** (bits - 1) - 2) * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("slip", ["forgets the old residual", "subtracts nothing", "feeds back twice"])

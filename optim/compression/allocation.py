@@ -32,7 +32,6 @@ class Allocation:
     bound: float  # no allocation within the budget has fewer bytes (Lagrangian dual)
     gap: float  # bytes / bound - 1
     method: str  # "lagrange", "dynamic programme", "uniform", or "least error" when nothing meets the budget
-    price: float  # the multiplier, bytes per unit of error: `start` for the next, similar table
 
 
 def allocate(
@@ -42,15 +41,14 @@ def allocate(
     baseline: int,
     alpha: float = 1.0,
     squared: bool = False,
-    start: float | None = None,
     names: Sequence[str] | None = None,
 ) -> Allocation:
     """Choose one candidate per tensor: the fewest bytes with error <= alpha * error of `baseline` for all tensors.
 
     `sizes` (whole bytes) and `errors` (norms) are tensors x candidates. The error is the sum of the norms, as in the
     paper, or with `squared` of their squares, which is the squared norm of the total error. With alpha >= 1 the result
-    never has more bytes than the baseline. `start` is the `price` of a similar table and saves steps. When no choice
-    meets the budget (alpha < 1) the result is the least error there is.
+    never has more bytes than the baseline. When no choice meets the budget (alpha < 1) the result is the least error
+    there is. The search starts cold: from another multiplier it may end at another of equally good choices.
 
     Raises ValueError for tables that are not finite, negative or of different shapes, naming tensor and candidate.
     """
@@ -69,8 +67,7 @@ def allocate(
     rows = np.hstack([size_table, norms]).astype(">f8")
     order = np.array(sorted(range(tensors), key=lambda row: rows[row].tobytes()), dtype=np.int64)
     budget = alpha * _sum(norms[:, baseline])
-    unit = 0.0 if start is None else _ldexp(start, exponent)
-    found = _Problem(size_table[order], norms[order], budget).solve(baseline, unit)
+    found = _Problem(size_table[order], norms[order], budget).solve(baseline)
     choices = np.empty(tensors, dtype=np.int64)
     choices[order] = found.choices
     cost = int(_sum(found.bytes_of))
@@ -83,7 +80,6 @@ def allocate(
         bound=bound,
         gap=cost / bound - 1 if bound > 0 else (0.0 if cost == 0 else math.inf),
         method=found.method,
-        price=_ldexp(found.price, -exponent),
     )
 
 
@@ -135,7 +131,6 @@ class _Found:
     errors_of: Floats
     bound: float
     method: str
-    price: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +140,6 @@ class _Node:
     problem: "_Problem"
     choices: Ints
     bound: float
-    price: float
     split: tuple[int, int] | None
 
 
@@ -178,11 +172,11 @@ class _Problem:
         self._errors = np.where(useless, np.inf, errors)
         self._sizes = np.where(useless, np.inf, self._sizes)
 
-    def solve(self, baseline: int, start: float) -> _Found:
-        root = self._relax(start)
+    def solve(self, baseline: int) -> _Found:
+        root = self._relax()
         if root is None:
             least = np.argmin(self._errors, axis=1)
-            return self._found(least, self._bytes(least), "least error", 0.0)
+            return self._found(least, self._bytes(least), "least error")
         choices, bound, method = root.choices, root.bound, "lagrange"
         if self._bytes(choices) > (1 + GAP) * bound:
             choices, bound = self._branch(root)
@@ -196,21 +190,21 @@ class _Problem:
         sizes, errors = (table[:, baseline] for table in self._full)
         if _sum(sizes) < self._bytes(choices) and _sum(errors) <= self._budget:
             whole = np.full(len(self._rows), baseline, dtype=np.int64)
-            return _Found(whole, sizes, errors, bound, "uniform", root.price)
-        return self._found(choices, bound, method, root.price)
+            return _Found(whole, sizes, errors, bound, "uniform")
+        return self._found(choices, bound, method)
 
-    def _relax(self, start: float = 0.0) -> "_Node | None":
+    def _relax(self) -> "_Node | None":
         """Bound this problem and round its relaxation to choices; None when nothing meets the budget."""
         cheapest, least = np.argmin(self._sizes, axis=1), np.argmin(self._errors, axis=1)
         if self._error(cheapest) <= self._budget:
-            return _Node(self, cheapest, self._bytes(cheapest), 0.0, None)
+            return _Node(self, cheapest, self._bytes(cheapest), None)
         if self._error(least) > self._budget:
             return None
-        over, under, bound, price = self._search(cheapest, least, start)
+        over, under, bound = self._search(cheapest, least)
         choices = min(self._fill(under), self._repair(over), key=self._bytes)
         gaps = np.abs(self._sizes[self._rows, over] - self._sizes[self._rows, under])
         row = int(np.argmax(gaps))
-        return _Node(self, choices, bound, price, (row, min(int(over[row]), int(under[row]))))
+        return _Node(self, choices, bound, (row, min(int(over[row]), int(under[row]))))
 
     def _branch(self, root: "_Node") -> tuple[Ints, float]:
         """Better choices and a better bound: split the tensor that the relaxation could not decide, worst bound first.
@@ -248,13 +242,13 @@ class _Problem:
                 halves.append(half)
         return halves
 
-    def _search(self, over: Ints, under: Ints, start: float) -> tuple[Ints, Ints, float, float]:
+    def _search(self, over: Ints, under: Ints) -> tuple[Ints, Ints, float]:
         """The best multiplier between two choices, one over the budget and one under it; the bound it proves.
 
         The dual function is concave and made of lines, one for each choice. The next multiplier is where the lines of
         the two choices cross; when no choice lies below the crossing, it is the maximum.
         """
-        bound, price = 0.0, 0.0
+        bound = 0.0
         lower, upper = 0.0, math.inf
         for step in range(_MAX_STEPS):
             gain = self._bytes(under) - self._bytes(over)
@@ -262,17 +256,13 @@ class _Problem:
             if not 0 < crossing < math.inf:  # of a difference that is rounding
                 break
             trial = crossing
-            if step < 4 and 0 < start < math.inf and (lower == 0 or upper == math.inf):
-                # Around the start, until it lies between the two.
-                trial = start if step == 0 else start * 1.1**step if lower > 0 else start / 1.1**step
             # Crossings alone may creep along; every third step halves what is left, on a logarithmic scale.
-            elif step % 3 == 2 and lower > 0 and upper < math.inf and upper > 2 * lower:
+            if step % 3 == 2 and lower > 0 and upper < math.inf and upper > 2 * lower:
                 trial = math.sqrt(lower * upper)
             choices = np.argmin(self._sizes + trial * self._errors, axis=1)
             error, cost = self._error(choices), self._bytes(choices)
             value = cost + trial * (error - self._budget)
-            if value > bound:
-                bound, price = value, trial
+            bound = max(bound, value)
             line = self._bytes(over) + trial * (self._error(over) - self._budget)
             if trial == crossing and value >= line - _SAME * abs(line):
                 break
@@ -280,7 +270,7 @@ class _Problem:
                 over, lower = choices, trial
             else:
                 under, upper = choices, trial
-        return over, under, bound, price
+        return over, under, bound
 
     def _fill(self, choices: Ints) -> Ints:
         """Spend what is left of the budget on single moves, the one that saves most first."""
@@ -328,9 +318,9 @@ class _Problem:
     def _error(self, choices: Ints) -> float:
         return _sum(self._errors[self._rows, choices])
 
-    def _found(self, choices: Ints, bound: float, method: str, price: float) -> _Found:
+    def _found(self, choices: Ints, bound: float, method: str) -> _Found:
         mine = self._order[self._rows, choices]
-        return _Found(mine, self._full[0][self._rows, mine], self._full[1][self._rows, mine], bound, method, price)
+        return _Found(mine, self._full[0][self._rows, mine], self._full[1][self._rows, mine], bound, method)
 
 
 def _check_tables(sizes: ArrayLike, errors: ArrayLike, names: Sequence[str] | None) -> tuple[Floats, Floats]:

@@ -150,10 +150,7 @@ class LGreCo:
         return reduced
 
     def _choose(self, errors: NDArray[np.float64], asked: "_Asked") -> None:
-        """Adopt the best parameters for a table that all members hold; one without any error changes nothing.
-
-        No warm start of the solver: a member without the last price might break a tie in another way.
-        """
+        """Adopt the best parameters for a table that all members hold; one without any error changes nothing."""
         if not errors.any():
             return
         sizes = size_table(self.codec, asked.shapes, self.candidates)

@@ -4,13 +4,16 @@ import logging
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from swarmkit.optim import AllReduce
 from swarmkit.optim.compression.compressed import CompressedAveraging
-from swarmkit.optim.compression.lgreco import LGreCo
+from swarmkit.optim.compression.lgreco import LGreCo, _Asked, size_table
 from swarmkit.optim.compression.qsgd import QSGD
 from swarmkit.optim.compression.sparse import TopK
 from swarmkit.peers.local import LocalSwarm
@@ -93,3 +96,22 @@ def test_a_saved_window_that_is_none_is_refused_and_changes_nothing(wrong: Any, 
     after = lgreco.state_dict()
     assert isinstance(before["sum"], Tensor)
     assert torch.equal(after["sum"], before["sum"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
+def test_who_has_chosen_before_chooses_from_a_table_as_who_has_not(seed: int, tensors: int) -> None:
+    """On tables full of ties too, where all edges of the trade-off are of one slope, which rounding breaks."""
+    rng = np.random.default_rng(seed)
+    collective = LocalSwarm(1).collectives[0]
+    old, new = (LGreCo(CompressedAveraging(TopK(0.01), collective)) for _ in range(2))
+    asked = _Asked([str(i) for i in range(tensors)], ((40, 50),) * tensors)
+    slopes = rng.choice([1 / 3, 0.7], size=(2, 1, 1))
+    sizes = size_table(old.codec, asked.shapes, old.candidates)
+    before, table = (sizes[:, -1:] - sizes) * slopes * rng.choice([1, 2, 3], size=(2, tensors, 1))
+    old._choose(before, asked)
+    old._choose(table, asked)
+    new._choose(table, asked)
+    assert old.parameters is not None
+    assert old.parameters == new.parameters
+    assert old.allocation == new.allocation

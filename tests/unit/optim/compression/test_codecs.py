@@ -76,6 +76,52 @@ def test_extreme_magnitudes_never_come_out_as_nan_or_infinity(name: str, scale: 
         assert distance(reference, found / scale) < 1e-3 or name in ("topk", "powersgd", "ternary", "qsgd")
 
 
+NARROW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("shape", [(30, 40), (1, 1), (1,)])
+@pytest.mark.parametrize("kind", ["huge", "denormal", "both", "zero"])
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", CODECS)
+def test_the_ends_of_each_dtype_come_out_finite_and_no_larger(
+    name: str, dtype: torch.dtype, kind: str, shape: tuple[int, ...]
+) -> None:
+    """Signs are mixed, but for single elements; denormals are the smallest numbers there are."""
+    codec, limits = make_codec(name), torch.finfo(dtype)
+    huge, denormal = limits.max, limits.smallest_normal * limits.eps
+    if name == "powersgd":
+        huge = min(huge, 1e36)  # sums of a row overflow float32, which the collective refuses
+    signs = normal(*shape).sign().to(dtype)
+    tensor = signs * {"huge": huge, "denormal": denormal, "both": denormal, "zero": 0.0}[kind]
+    if kind == "both":
+        tensor.view(-1)[0] = huge
+    given = parts_for(codec, [tensor])
+    for found in round_trip(codec, given, rng()):
+        assert found.dtype == dtype
+        assert bool(torch.isfinite(found).all())
+        largest = float(tensor.abs().double().max())
+        # Random-k scales up by the inverse of its density, as far as the dtype goes; low ranks err both ways.
+        most = {"randomk": limits.max, "powersgd": 3 * largest}.get(name, 1.01 * largest)
+        assert float(found.abs().double().max()) <= most
+        if tensor.numel() == 1 and kind in ("huge", "zero") and not (name == "fp16" and dtype != torch.float16):
+            # Four bits leave room at float32's own end for the lowest code, of one more step.
+            assert torch.allclose(found.double(), tensor.double(), rtol=0.13 if name in ("int4", "qsgd") else 0.01)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", CODECS)
+def test_an_outlier_comes_through_and_harms_no_other_tensor(name: str, dtype: torch.dtype) -> None:
+    codec = make_codec(name)
+    usual, other = normal(64, 64, dtype=dtype), normal(64, 64, seed=1, dtype=dtype)
+    odd = usual.clone()
+    odd[0, 5] = 6e4
+    _, quiet = round_trip(codec, [usual, other], rng())
+    found, beside = round_trip(codec, [odd, other], rng())
+    assert torch.equal(quiet, beside)
+    # A scaled up random-k has it a hundredfold, as far as the dtype goes, or not at all; TernGrad clips it.
+    assert distance(odd, found) <= {"randomk": 100.0, "ternary": 1.5, "topk": 0.01, "powersgd": 0.01}.get(name, 0.02)
+
+
 @pytest.mark.parametrize("name", ["int8", "int4", "qsgd", "fp4"])
 def test_an_outlier_only_harms_what_shares_its_scale(name: str) -> None:
     parameters: dict[str, Any] = {"block": 256} if name == "fp4" else {}

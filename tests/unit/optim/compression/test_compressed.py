@@ -131,11 +131,12 @@ def test_nothing_at_all_may_be_averaged() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("position", range(5))
-def test_values_that_are_not_finite_are_refused_by_position(value: float, position: int) -> None:
-    tensors, exact = contribution(0), [torch.zeros(2)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite_are_refused_by_position(value: float, position: int, dtype: torch.dtype) -> None:
+    tensors, exact = [tensor.to(dtype) for tensor in contribution(0)], [torch.zeros(2, dtype=dtype)]
     [*tensors, *exact][position].view(-1)[0] = value
-    for name in ("fp16", "int8", "topk", "powersgd"):
-        averaging = averaging_of(name, LocalSwarm(1).collectives[0], error_feedback=True)
+    for name in CODECS:
+        averaging = averaging_of(name, LocalSwarm(1).collectives[0], error_feedback=name in FED)
         with pytest.raises(ValueError, match=f"tensor {position} holds values that are not finite"):
             averaging.begin(tensors, exact, round=RoundKey("x", 0), weight=1.0)
 

@@ -1,5 +1,6 @@
 """Strategies reach their peers only through an Averaging: what they give to it, what is exact, what is resumed."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -8,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmkit.optim import AllReduce, Collective, DiLoCo, Every, LocalSGD, PlainAveraging, SyncedOptimizer
+from swarmkit.optim import (
+    CO2,
+    AllReduce,
+    Collective,
+    DiLoCo,
+    Every,
+    LocalSGD,
+    PlainAveraging,
+    RoundKey,
+    RoundReport,
+    SyncedOptimizer,
+)
+from swarmkit.optim.averaging import Pending
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from tests.unit.optim.replicas import Make, Net, adamw, batch, same, sgd, train, trained
 from tests.unit.optim.rounding import Rounding
@@ -126,3 +139,32 @@ def test_all_reduce_clips_the_mean_gradient_as_one_process_would() -> None:
 def test_all_reduce_refuses_a_norm_to_clip_to_that_is_none(clip: float) -> None:
     with pytest.raises(ValueError, match="clip="):
         AllReduce(adamw(list(Net().parameters())), collective=LocalSwarm(1).collectives[0], clip=clip)
+
+
+class LeftOut(PlainAveraging):
+    """Contributes nothing, as a codec that is behind the others, whatever weight it is given."""
+
+    def begin(
+        self, tensors: Sequence[Tensor], exact: Sequence[Tensor] = (), *, round: RoundKey, weight: float
+    ) -> Pending:
+        return super().begin(tensors, exact, round=round, weight=0.0)
+
+
+@pytest.mark.parametrize("kind", [AllReduce, LocalSGD, DiLoCo, CO2])
+def test_a_report_tells_the_weight_that_was_offered_and_the_weights_that_were_taken(kind: Any) -> None:
+    def replica(collective: LocalCollective, rank: int) -> list[RoundReport]:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        averaging = LeftOut(collective) if rank == 1 else PlainAveraging(collective)
+        optimizer = kind(torch.optim.SGD([parameter], lr=0.1), collective=collective, averaging=averaging)
+        reports: list[RoundReport] = []
+        optimizer.on_round.append(reports.append)
+        for _ in range(2):
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+        optimizer.finish()
+        return reports
+
+    for rank, reports in enumerate(LocalSwarm(2).run(replica)):
+        assert reports, rank
+        assert [report.weight for report in reports[:2]] == [1.0, 1.0], rank
+        assert [report.weights for report in reports[:2]] == [(1.0, 0.0)] * 2

@@ -15,9 +15,7 @@ class RoundReport:
     window: int  # H: inner steps since the last round
     members: tuple[str, ...] = ()
     weight: float = 0.0  # what this peer offered to contribute with, whether or not the round took it; 0: it observed
-    weights: tuple[
-        float, ...
-    ] = ()  # what the round took of each of the members; 0: left out, or observed
+    weights: tuple[float, ...] = ()  # what the round took of each of the members; 0: left out, or observed
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0  # how long the round took

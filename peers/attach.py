@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from swarmkit.optim.errors import SwarmError
-from swarmkit.peers.errors import JoinFailed
+from swarmkit.peers.errors import JoinFailed, NotInvited
 
 if TYPE_CHECKING:
     from swarmkit.optim.agreement import Agreed
@@ -51,12 +51,14 @@ def attach(node: "Node", optimizer: "SyncedOptimizer") -> None:
 
 
 def catch_up(node: "Node", optimizer: "SyncedOptimizer") -> None:
-    """Fetch the swarm's state and watch its next round; raises JoinFailed when that failed too often."""
+    """Fetch the swarm's state and watch its next round; raises JoinFailed when that failed too often, or may not be."""
     reason = ""
     for pause in PAUSES_S:
         try:
             optimizer.load_snapshot(*node.fetch_state())
             optimizer.observe_round()
+        except NotInvited:
+            raise  # nobody will ever serve it
         except (SwarmError, ValueError) as error:
             reason = str(error)
             time.sleep(pause)

@@ -19,6 +19,7 @@ from swarmkit.peers.wire import Message, field, finite, is_weight
 REMEMBERED_ROUNDS = 256
 MAX_OPEN_ROUNDS = 64  # by one peer: fragments in flight, and none of a stranger who opens rounds without end
 UNREACHABLE = "the others meet at a coordinator that this peer cannot reach"
+HOLD_S = 5.0  # that a joiner waits for rounds that have begun; it may miss them after all
 MAX_NAMES = 64  # of rounds whose members' arrivals are remembered
 MAX_TIMEOUT_S = 24 * 3600.0
 
@@ -143,7 +144,9 @@ class Coordinator:
             )
             now = time.monotonic()
             session.opener = caller
-            session.expected |= {peer for peer, until in self._holds.items() if until > now}
+            session.expected |= {
+                peer for peer, until in self._holds.items() if until > now and not self._roster.is_suspect(peer)
+            }
             task = asyncio.ensure_future(session.run())
             task.add_done_callback(lambda done: self._on_decided(key, done))
             self._sessions[key] = (session, task)
@@ -151,8 +154,15 @@ class Coordinator:
 
     def _on_decided(self, key: RoundKey, task: "asyncio.Task[Decision]") -> None:
         self._sessions.pop(key, None)
-        if not task.cancelled() and task.exception() is None:
-            self.remember(key, task.result())
+        if task.cancelled() or task.exception() is not None:
+            return
+        decision = task.result()
+        self.remember(key, decision)
+        # A joiner that has watched this round comes to the next, which may open before it has told that it trains.
+        active = set(self._roster.active())
+        for peer_id in decision.members:
+            if peer_id not in active and not self._roster.has_left(peer_id):
+                self._hold(peer_id)
 
     async def _redirect(self, caller: str) -> Message | None:
         """Send a caller to the peer that should coordinate, unless that one is dead."""
@@ -244,14 +254,23 @@ class Coordinator:
         return {"outcome": "failed", "reason": "this peer does not coordinate that round", "missed": True}
 
     async def _on_hold(self, caller: str, message: Message) -> Message:
-        """Wait for a joiner: rounds that have not begun stay open until it has come, at most for a round's timeout."""
+        """Wait for a joiner: rounds that have not begun stay open until it has come, at most for a round's timeout.
+
+        Answered once those that have begun are over: a state from before their end would lack them.
+        """
         redirect = await self._redirect(caller)
         if redirect is not None:
             return redirect
-        self._holds[caller] = time.monotonic() + self._settings.round_timeout_s
-        for session, _ in self._sessions.values():
-            session.expected.add(caller)
+        self._hold(caller)
+        begun = [task for session, task in self._sessions.values() if session.has_begun]
+        if begun:
+            await asyncio.wait(begun, timeout=HOLD_S)
         return {"outcome": "held"}
+
+    def _hold(self, peer_id: str) -> None:
+        self._holds[peer_id] = time.monotonic() + self._settings.round_timeout_s
+        for session, _ in self._sessions.values():
+            session.expected.add(peer_id)
 
     def _on_leave(self, peer_id: str) -> None:
         self._holds.pop(peer_id, None)

@@ -7,13 +7,12 @@ import shutil
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from swarmkit.peers.access import open_access
-from swarmkit.peers.agreement import Agreement, check_anchor
+from swarmkit.peers.agreement import Agreement
 from swarmkit.peers.attach import attach
 from swarmkit.peers.checkup import Checkup
 from swarmkit.peers.collective import SwarmCollective
@@ -22,15 +21,11 @@ from swarmkit.peers.coordinator import Coordinator
 from swarmkit.peers.daemon_checks import check_daemon
 from swarmkit.peers.directory import KEY, LIFETIME_S, announce_run, find_run
 from swarmkit.peers.directory import PURPOSE as ANNOUNCEMENT
-from swarmkit.peers.donors import rank_donors
 from swarmkit.peers.door import Door, knock
-from swarmkit.peers.download import Download
 from swarmkit.peers.engine import get_dht_time, start_dht, start_p2p, stop_p2p
 from swarmkit.peers.entry import Entry, enter, refuse_twin
 from swarmkit.peers.errors import AccessRefused, DaemonFailed, JoinFailed, NotInvited
-from swarmkit.peers.fetch import Fetch
 from swarmkit.peers.gate import Gate
-from swarmkit.peers.hold import hold_rounds
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.identity import Identity
 from swarmkit.peers.loop import NetworkThread
@@ -50,6 +45,7 @@ from swarmkit.peers.run_config import RunConfig, config_key
 from swarmkit.peers.settings import ControlSettings, NetworkSettings, is_loopback
 from swarmkit.peers.shares import Shares
 from swarmkit.peers.state import Provider, StateServer, Version
+from swarmkit.peers.state_client import StateClient
 from swarmkit.peers.transfer import Progress
 from swarmkit.peers.transport import Bulk
 
@@ -81,11 +77,8 @@ class Node:
         self._cache = PeerCache(Path(settings.peer_cache)) if settings.peer_cache is not None else None
         self._collectives: list[SwarmCollective] = []
         self._control: ControlServer | None = None
-        self._fetching: Future[Snapshot] | None = None
-        self._abandoned = False
         self._closed = threading.Lock()
         self._agreement = Agreement()
-        self._download = Download()  # what a fetch that failed has left for the next
         self._ended: AccessRefused | None = None  # why this peer's own invitation is good for nothing any more
 
     @classmethod
@@ -154,6 +147,9 @@ class Node:
         self._bulk.is_alive, self._bulk.heard_from = self._roster.is_alive, self._roster.heard_from
         self._coordinator = Coordinator(self._roster, self._rpc, self.settings)
         self._state = StateServer(self._rpc, self._bulk, self.settings)
+        self._state_client = StateClient(
+            self._thread, self._rpc, self._bulk, self._roster, self._agreement, self.settings, self._see_if_invited
+        )
         self._pace = SwarmPace(self._thread, self._rpc, self._roster, self.settings)
         self._config = RunConfig(self._dht, self._rpc, self._roster, self.run, run_key)
         self._revoking = Revoking(self._rpc, self._roster, run_key, self.settings.run_key)
@@ -198,13 +194,17 @@ class Node:
             await asyncio.sleep(self.settings.heartbeat_s)
             try:
                 await self._revoking.look()
-                self._access.check_own()
-            except AccessRefused as error:
-                self._ended = error
-                for collective in self._collectives:
-                    collective.close(str(error))
+                self._look_at_own_access()
             except Exception:
                 logger.warning("revocations could not be exchanged", exc_info=True)
+
+    def _look_at_own_access(self) -> None:
+        try:
+            self._access.check_own()
+        except AccessRefused as error:
+            self._ended = error
+            for collective in self._collectives:
+                collective.close(str(error))
 
     async def _keep_records(self) -> None:
         """Renew what expires on the DHT: the run's announcement and its configuration."""
@@ -352,6 +352,10 @@ class Node:
         """Get the run's configuration, checked, and offer it too; raises JoinFailed when nobody offers one."""
         return self._ask(self._config.fetch(), 60.0, "the run's configuration could not be read")
 
+    def _see_if_invited(self) -> None:
+        self._look_at_own_access()
+        self.check_invited()
+
     def check_invited(self) -> None:
         """Raise NotInvited when the others refuse this peer, because its invitation has ended or was revoked."""
         if self._ended is not None:
@@ -384,42 +388,14 @@ class Node:
 
         It comes from several donors if there are, and goes on at the missing pieces when one dies; what a call that
         failed has left is used by the next one. There is no time limit unless `timeout` sets one: it ends when no donor
-        sends anything any more. Call `observe_round` of the strategy next: the rounds wait for that, at most for the
-        round's timeout.
+        sends anything any more. NotInvited tells that no further attempt can work. Call `observe_round` of the strategy
+        next: the rounds wait for that, at most for the round's timeout.
         """
-        self._fetching = self._thread.submit(self._fetch_state(progress))
-        if self._abandoned:
-            self._fetching.cancel()
-        try:
-            return self._fetching.result(timeout)
-        except TimeoutError as error:
-            self._fetching.cancel()
-            raise JoinFailed(f"the state did not arrive within {timeout} s") from error
-        except CancelledError as error:
-            raise JoinFailed("the download of the state was given up: this peer leaves") from error
+        return self._state_client.fetch(progress, timeout)
 
     def abandon_fetch(self) -> None:
         """End a download of the state that another thread waits for, and every later one; they raise JoinFailed."""
-        self._abandoned = True
-        if self._fetching is not None:
-            self._fetching.cancel()
-
-    async def _fetch_state(self, progress: Progress | None) -> Snapshot:
-        await self._roster.refresh()
-        try:
-            await hold_rounds(self._rpc, self._roster)
-        except AccessRefused as error:
-            raise NotInvited(error.text, error.refusal) from error
-        await Fetch(self._rpc, self._bulk, self.settings, self._donors, self._download, progress).run()
-        done, self._download = self._download, Download()
-        tensors, meta = done.snapshot()
-        await asyncio.to_thread(check_anchor, tensors, meta, self._roster.table())
-        self._agreement.forget()
-        return tensors, meta
-
-    def _donors(self) -> list[str]:
-        active = set(self._roster.active())
-        return rank_donors([record for record in self._roster.table() if record.peer_id in active], self.peer_id)
+        self._state_client.abandon()
 
     # -- the control plane ---------------------------------------------------------------------------------------------
 

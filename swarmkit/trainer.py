@@ -19,7 +19,7 @@ from swarmkit.config import Config, config_to_json
 from swarmkit.data.corpus import Batch, Corpus
 from swarmkit.data.ledger import Ledger
 from swarmkit.divergence import Divergence
-from swarmkit.errors import RoundFailed, SwarmError, TrainingDiverged
+from swarmkit.errors import NotInvited, RoundFailed, SwarmError, TrainingDiverged
 from swarmkit.evaluation import Score, at_anchor, continue_text, evaluate
 from swarmkit.lr import learning_rate
 from swarmkit.network_config import RejoinRule
@@ -156,6 +156,8 @@ class Trainer:
             self.events.emit("state", state="joining", attempt=attempt)
             try:
                 self._adopt(*self._around.fetch_state(), observe=observe)
+            except NotInvited:
+                raise  # nobody will ever serve it
             except SwarmError as error:
                 reason = error.reason if isinstance(error, RoundFailed) else str(error)
                 self.stop.wait(pause)

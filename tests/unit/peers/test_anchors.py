@@ -205,7 +205,8 @@ def test_a_flipped_bit_is_found_and_healed_within_two_rounds(trio: list[Node], m
     with ThreadPoolExecutor(3) as threads:
         digests = list(threads.map(replica, range(3)))
     assert len(set(digests)) == 1
-    [refused] = [report for report in reports[bad] if report.failed is not None]
+    # Of its contributions; to watch a round for healing may take another try.
+    [refused] = [report for report in reports[bad] if report.failed is not None and report.weight > 0]
     # Round 4 still takes its contribution and shows the difference; round 5 closes without it.
     assert refused.round == flipped_after + 2
     assert refused.diverged

@@ -1,5 +1,6 @@
 """Nodes on loopback: the peer table, the configuration, the state, and what they leave behind."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -7,15 +8,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from swarmkit.optim.collective import RoundKey
+from swarmkit.optim.collective import Reduced, RoundKey
 from swarmkit.peers import directory
+from swarmkit.peers.collective import SwarmCollective, _Member
 from swarmkit.peers.errors import JoinFailed
 from swarmkit.peers.hygiene import make_socket_folder
 from swarmkit.peers.node import Node
@@ -197,7 +199,7 @@ def test_a_run_that_speaks_another_protocol_is_refused_with_both_numbers(
 
 CUT_OFF = """
 import torch
-from swarmkit.optim.collective import RoundKey
+from swarmkit.optim.collective import Reduced, RoundKey
 from swarmkit.optim.errors import RoundFailed
 from swarmkit.peers.node import Node
 node = Node.start("cut")
@@ -240,3 +242,46 @@ def test_a_download_that_is_abandoned_ends_at_once_and_so_does_every_later_one(p
         release.set()
         with pytest.raises(JoinFailed, match="given up: this peer leaves"):
             second.fetch_state()
+
+
+def test_a_joiner_that_watched_a_round_is_waited_for_in_the_next(pair: tuple[Node, Node]) -> None:
+    """It has not told yet that it trains, and the others are quick."""
+    first, second = pair
+    trains, joins = first.collective(), second.collective(joining=True)
+    first.serve_state(lambda: ({"a": torch.ones(3)}, {}))
+    second.fetch_state(timeout=20)
+
+    def round(collective: SwarmCollective, index: int, weight: float) -> "Future[Reduced]":
+        return collective.all_reduce([torch.ones(3)], round=RoundKey("x", index), weight=weight)
+
+    watched, other = round(trains, 0, 1.0), round(joins, 0, 0.0)
+    assert len(watched.result(20).members) == len(other.result(20).members) == 2
+    early = round(trains, 1, 1.0)
+    with pytest.raises(TimeoutError):
+        early.result(0.5)
+    assert round(joins, 1, 1.0).result(20).weights == early.result(20).weights == (1.0, 1.0)
+
+
+def test_a_joiner_gets_no_state_from_before_the_end_of_a_round_that_had_begun(pair: tuple[Node, Node]) -> None:
+    first, second = pair
+    trains, state = first.collective(), {"round": 0}
+    first.serve_state(lambda: ({"a": torch.ones(3)}, dict(state)))
+    begun, release = threading.Event(), threading.Event()
+
+    async def slow(member: object, agreement: object) -> object:
+        begun.set()
+        await asyncio.to_thread(release.wait, 30)
+        return await real(member, agreement)
+
+    real = _Member._exchange
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Member, "_exchange", slow)
+        running = trains.all_reduce([torch.ones(3)], round=RoundKey("x", 0), weight=1.0)
+        running.add_done_callback(lambda _: state.update(round=1))
+        assert begun.wait(20)
+        with ThreadPoolExecutor(1) as pool:
+            fetching = pool.submit(second.fetch_state)
+            with pytest.raises(TimeoutError):
+                fetching.result(1.0)
+            release.set()
+            assert fetching.result(20)[1]["round"] == 1

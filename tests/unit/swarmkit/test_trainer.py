@@ -11,9 +11,10 @@ import torch
 from swarmkit import checkpoint
 from swarmkit.build import Together, open_corpus, open_stream
 from swarmkit.config import CheckpointConfig, EvalConfig
-from swarmkit.errors import JoinFailed, TrainingDiverged
+from swarmkit.errors import JoinFailed, NotInvited, TrainingDiverged
 from swarmkit.evaluation import at_anchor, evaluate
 from swarmkit.optim.synced import RoundReport
+from swarmkit.peers.errors import Refusal
 from swarmkit.peers.local import LocalCollective, LocalSwarm
 from swarmkit.surroundings import Surroundings
 from swarmkit.trainer import Outcome, Trainer
@@ -296,6 +297,17 @@ def test_a_peer_that_cannot_get_the_state_gives_up_after_bounded_attempts(tmp_pa
         trainer.join()
     assert waits == sorted(waits)
     assert len(waits) == 8
+
+
+def test_a_peer_that_is_not_let_in_any_more_does_not_ask_again(tmp_path: Path) -> None:
+    def refuse() -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        raise NotInvited("the invitation of 'alice' was revoked", Refusal.revoked)
+
+    donor = Donor(refuse)
+    trainer = small_trainer(small_config(peers=1), LocalSwarm(1).collectives[0], 0, tmp_path, surroundings=donor)
+    with pytest.raises(NotInvited, match="revoked"):
+        trainer.join()
+    assert donor.fetched == 1
 
 
 def test_asked_to_stop_it_hands_its_work_in_and_leaves_a_checkpoint(tmp_path: Path) -> None:

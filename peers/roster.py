@@ -26,6 +26,7 @@ TCP_ADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<po
 MAX_AHEAD_S = 300.0  # of a peer's clock before this one's
 MAX_BEHIND_S = 60.0  # beyond a record's lifetime: then it is a replay
 MAX_REMEMBERED = 10_000  # peers of whose newest record the time is kept, so that an older one is never taken again
+TOLD_FIRST_S = 0.5  # that a coordinator hears later than the others who leaves
 MAX_LOST = 64  # peers that fell silent and are looked for
 PURPOSE = "heartbeat"
 LEAVING_STATES = frozenset({"draining", "done", "gone"})
@@ -237,13 +238,19 @@ class Roster:
         self.changed.set()
 
     async def announce(self, state: str) -> None:
-        """Change this peer's state and tell the others at once, not only with the next heartbeat."""
+        """Change this peer's state and tell the others at once, not only with the next heartbeat.
+
+        Whoever closes the rounds hears of one that leaves last: the others know by then why the next one lacks it.
+        """
         self.mine = replace(self.mine, state=state)
         if self.mine.role == "observer":
             return
         await self.refresh()
         others = [peer for peer in self._table if peer != self.mine.peer_id and peer not in self._suspects]
-        await asyncio.gather(self.beat(), *(self._tell(peer) for peer in others))
+        first = {peer: asyncio.ensure_future(self._tell(peer)) for peer in others if peer != self.coordinator()}
+        if first and state in LEAVING_STATES:
+            await asyncio.wait(first.values(), timeout=TOLD_FIRST_S)
+        await asyncio.gather(self.beat(), *first.values(), *(self._tell(peer) for peer in others if peer not in first))
 
     async def _tell(self, peer_id: str) -> None:
         try:

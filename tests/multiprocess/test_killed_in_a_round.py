@@ -31,8 +31,8 @@ def die_in(phase: str, victim: Peer, survivors: list[Peer]) -> None:
         peer.wait_for_members(everybody)
     victim.arm()
     victim.wait_for(f"the phase {phase}", victim.is_stopped)
+    killed = time.time()  # the others may be done without it before its end has been waited for
     victim.kill()
-    killed = time.time()
     for peer in survivors:
         alone = rounds_without(victim, peer, since=killed)
         assert alone[0]["time"] - killed < ROUND_S + 5

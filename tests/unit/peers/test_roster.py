@@ -117,3 +117,31 @@ def test_a_peer_that_answers_again_starts_from_nothing() -> None:
             assert await made.is_alive(OTHER)
 
     in_loop(scenario)
+
+
+def test_who_closes_the_rounds_hears_last_who_leaves() -> None:
+    """Or a round could close without the one that leaves before the others know why."""
+    told: list[str] = []
+
+    async def scenario() -> None:
+        made = roster(at_once, "")
+        third = Identity.generate().peer_id
+        made._table[third] = PeerRecord(peer_id=third, state="training", joined_at=1.0)
+        assert made.coordinator() == OTHER
+
+        async def nothing() -> None:
+            pass
+
+        async def tell(peer_id: str) -> None:
+            for _ in range(20 if peer_id == third else 0):
+                await asyncio.sleep(0)
+            told.append(peer_id)
+
+        made.refresh, made.beat, made._tell = nothing, nothing, tell  # type: ignore[method-assign]
+        await made.announce("evaluating")
+        assert told == [OTHER, third]
+        told.clear()
+        await made.announce("draining")
+        assert told == [third, OTHER]
+
+    in_loop(scenario)

@@ -27,6 +27,7 @@ from swarmkit.optim.averaging import TensorChoice
 from swarmkit.optim.norms import all_finite
 from swarmkit.optim.synced import RoundReport, SyncedOptimizer
 from swarmkit.peers.attach import PAUSES_S, not_adopted
+from swarmkit.stopwatch import Stopwatch
 from swarmkit.strategy import clips_itself
 from swarmkit.surroundings import Events, Source, Surroundings
 from swarmkit.taken import samples_taken
@@ -51,22 +52,6 @@ class Outcome:
 def _bare(position: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's position as the source told it."""
     return {name: value for name, value in position.items() if name != "pending"}
-
-
-class _Stopwatch:
-    """Where the time since the last report went, in seconds."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.started = time.perf_counter()
-        self.compute = self.communication = self.waiting = 0.0
-        self.tokens = 0
-
-    @property
-    def elapsed(self) -> float:
-        return max(1e-9, time.perf_counter() - self.started)
 
 
 class Trainer:
@@ -103,7 +88,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._around = surroundings or Surroundings()
         self._evaluates_alone = evaluates_alone
-        self._watch = _Stopwatch()
+        self._watch = Stopwatch()
         self._losses: list[tuple[int, Tensor]] = []  # step and loss of each micro-batch since the last check
         self._last_round: RoundReport | None = None
         self._members: set[str] = set()  # of the last round that gave a result
@@ -335,7 +320,8 @@ class Trainer:
         if report.diverged:
             self._divergence.tell(str(report.failed), round=report.round)
         digest = self._divergence.digest_after(report.round)
-        taken = samples_taken(self.config, report, pending=self.ledger.position - self.ledger.mark)
+        pending, me = self.ledger.position - self.ledger.mark, self.optimizer.collective.peer_id
+        taken = samples_taken(self.config, report, me=me, pending=pending)
         self.ledger.learn(taken.mine)
         data = {"data_from": self.ledger.first, "data_to": self.ledger.mark}
         fields = {name: getattr(report, name) for name in report.__dataclass_fields__} | data

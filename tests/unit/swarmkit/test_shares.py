@@ -230,8 +230,14 @@ def test_what_a_round_takes(
     strategy: Any, round: int, window: int, weight: float, failed: str | None, mine: int, per_weight: int
 ) -> None:
     report = RoundReport(round=round, step=12, window=window, weight=weight, failed=failed)
-    taken = samples_taken(replace(small_config(), strategy=strategy), report, pending=40)
+    taken = samples_taken(replace(small_config(), strategy=strategy), report, me="a", pending=40)
     assert (taken.mine, taken.per_weight) == (mine, per_weight)
+
+
+def test_a_contribution_that_a_round_left_out_is_not_learnt_from() -> None:
+    report = RoundReport(round=3, step=12, window=4, weight=32.0, members=("a", "b"), weights=(0.0, 16.0))
+    assert samples_taken(small_config(), report, me="a", pending=40).mine == 0
+    assert samples_taken(small_config(), report, me="b", pending=40).mine == 16
 
 
 class FakeRpc:

@@ -77,6 +77,7 @@ class Node:
         self._cache = PeerCache(Path(settings.peer_cache)) if settings.peer_cache is not None else None
         self._collectives: list[SwarmCollective] = []
         self._control: ControlServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._closed = threading.Lock()
         self._agreement = Agreement()
         self._ended: AccessRefused | None = None  # why this peer's own invitation is good for nothing any more
@@ -167,17 +168,24 @@ class Node:
         self._roster.mine = replace(self._roster.mine, joined_at=joined_at, address=self.addresses[0])
         if self._role != "observer":
             await self._roster.beat()
-        self._tasks = [asyncio.ensure_future(self._roster.run()), asyncio.ensure_future(self._watch_p2pd())]
-        self._tasks.append(asyncio.ensure_future(Reunion(self._dht, self._roster, self.settings).run()))
+        self._go_on(self._roster.run())
+        self._go_on(self._watch_p2pd())
+        self._go_on(Reunion(self._dht, self._roster, self.settings).run())
         if self._cache is not None:
-            self._tasks.append(asyncio.ensure_future(self._remember(self._cache, initial_peers)))
+            self._go_on(self._remember(self._cache, initial_peers))
         if access.is_closed:
             await self._revoking.look()
-            self._tasks.append(asyncio.ensure_future(self._watch_access()))
+            self._go_on(self._watch_access())
         if self._role == "replica":
             await announce_run(self._dht, self.run, identity)
-            self._tasks.append(asyncio.ensure_future(self._pace.run()))
-            self._tasks.append(asyncio.ensure_future(self._keep_records()))
+            self._go_on(self._pace.run())
+            self._go_on(self._keep_records())
+
+    def _go_on(self, work: Coroutine[None, None, None]) -> None:
+        """Do something in the background until the node closes; an end before that is told."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(_tell_failure)
+        self._tasks.append(task)
 
     async def _watch_p2pd(self) -> None:
         """End rounds when p2pd dies: without it this peer would take all others for dead and go on alone."""
@@ -438,7 +446,7 @@ class Node:
 
     async def _stop(self, state: str, hurry: float) -> None:
         """Leave, with a share of the usual patience for each part."""
-        if hasattr(self, "_tasks"):
+        if self._tasks:
             for task in self._tasks:
                 task.cancel()
             child = self._p2p._child
@@ -453,6 +461,12 @@ class Node:
             await _at_most(self._dht.shutdown(), seconds=3 * hurry)
         if hasattr(self, "_p2p"):
             await stop_p2p(self._p2p)
+
+
+def _tell_failure(task: "asyncio.Task[None]") -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.error("a part of this peer ended, which it should not: restart it", exc_info=error)
 
 
 async def _at_most(work: Coroutine[None, None, None], *, seconds: float) -> None:

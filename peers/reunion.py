@@ -31,7 +31,10 @@ class Reunion:
         while True:
             await asyncio.sleep(pause)
             lost = list(self._roster.lost)
-            found = await asyncio.gather(*(self.look(peer_id) for peer_id in lost[:AT_ONCE]))
+            looks = await asyncio.gather(*(self.look(peer_id) for peer_id in lost[:AT_ONCE]), return_exceptions=True)
+            for error in (look for look in looks if isinstance(look, Exception)):
+                logger.warning("a peer could not be looked for", exc_info=error)
+            found = [look is True for look in looks]
             for peer_id in lost[:AT_ONCE]:
                 if peer_id in self._roster.lost:
                     self._roster.lost.move_to_end(peer_id)  # the others' turn

@@ -2,11 +2,14 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from swarmkit.peers.node import Node
+from swarmkit.peers.reunion import Reunion
 from swarmkit.peers.roster import Roster
 from swarmkit.peers.settings import NetworkSettings
 
@@ -65,6 +68,32 @@ def test_one_that_has_ended_is_not_looked_for_any_more(pair: tuple[Node, Node]) 
     roster.lost[record.peer_id] = record
     assert not first._thread.run(roster.may_be_back(record.peer_id), timeout=10)
     assert not roster.lost
+
+
+def test_an_error_does_not_end_the_search(caplog: pytest.LogCaptureFixture) -> None:
+    class Looking:
+        """A roster that knows of one lost peer, and fails at the first look."""
+
+        def __init__(self) -> None:
+            self.lost = OrderedDict(a=None)
+            self.looks = 0
+            self.again = asyncio.Event()
+
+        async def may_be_back(self, peer_id: str) -> bool:
+            self.looks += 1
+            if self.looks == 1:
+                raise RuntimeError("what nobody has thought of")
+            self.again.set()
+            return False
+
+    async def scenario() -> None:
+        roster = Looking()
+        search = asyncio.ensure_future(Reunion(None, roster, replace(SETTINGS, silence_s=0.01)).run())  # type: ignore[arg-type]
+        await asyncio.wait_for(roster.again.wait(), 10)
+        search.cancel()
+
+    asyncio.run(scenario())
+    assert "what nobody has thought of" in caplog.text
 
 
 def test_those_who_said_good_bye_are_not_looked_for(pair: tuple[Node, Node]) -> None:
